@@ -1,1 +1,1 @@
-"""Coordinator: publishes rounds, folds updates, survives kill -9. Needs no torch and no onnxruntime."""
+"""Coordinator of federated learning jobs. Requires neither torch nor onnxruntime."""

@@ -1,4 +1,7 @@
-"""Time that rounds lose while no device can be reached, as the broker is away: pure, no I/O, no clock."""
+"""Record of the times when no device can be reached because the broker is disconnected.
+
+Pure: no I/O and no clock.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ RETURN_S = 5.0  # after each connection, until a device that its broker reports 
 
 
 class Absence:
-    """The broker, as seen from here. Devices that it lost as well come back by themselves, after a back-off.
+    """Disconnections of the broker, and the round time lost to them.
 
-    One that is away as this process starts may have been away for long: the longest back-off follows.
+    Devices that also lost the broker reconnect after a backoff. A broker that is disconnected when the process starts
+    may have been so for long, so the longest backoff is assumed.
     """
 
     def __init__(self) -> None:
@@ -22,20 +26,18 @@ class Absence:
         self._back_s = -math.inf  # when the devices that it lost as well are back
 
     @property
-    def away(self) -> bool:
-        """Whether it is not reached now."""
+    def is_disconnected(self) -> bool:
         return self._since_s is not None
 
-    def since(self, lost_s: float) -> float:
-        """Seconds lost since `lost_s` were; infinite while it is not reached."""
-        return math.inf if self.away else self.lost_s - lost_s
+    def lost_since(self, lost_s: float) -> float:
+        """Return the seconds lost to disconnection after `lost_s`, or infinity while disconnected."""
+        return math.inf if self.is_disconnected else self.lost_s - lost_s
 
     def can_reach_devices(self, now_s: float) -> bool:
         """Return whether the broker is connected and devices have had time to reconnect."""
-        return not self.away and now_s >= self._back_s
+        return not self.is_disconnected and now_s >= self._back_s
 
     def record_connection(self, reached: bool, now_s: float) -> None:
-        """Record whether the broker is connected, and add the time without a connection to `lost_s`."""
         if not reached and self._since_s is None:
             self._since_s = now_s
         elif reached and self._since_s is not None:

@@ -1,11 +1,14 @@
-"""Effect of a device's message on the running round: pure decisions, no I/O, no clock, no randomness.
+"""Decisions about the inputs of a job: which events to log and which actions to take.
 
-`decide_step` maps one event to the facts that follow and the actions to take, in order; facts are written to the log
-before any action. An update passes through
+`decide_response` maps one input to events and actions. Events are written to the log before any action is taken. An
+accepted update is the result of three inputs:
 
-    Offered --> fetched --Arrived--> examined --Examined--> Answered or Rejected, and acknowledged
+    `Offered`   a device has announced the update: its blobs are fetched
+    `Arrived`   the blobs are complete: the update is validated
+    `Examined`  the update is accepted or rejected, and acknowledged
 
-and one that must not count (of another device, a closed round, an ended job) is refused at once.
+An update that must not count (of another device, a closed round or an ended job) is rejected at once. Pure: no I/O, no
+clock and no randomness.
 """
 
 from __future__ import annotations
@@ -28,38 +31,28 @@ UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
 class Appeared(msgspec.Struct, frozen=True):
-    """A device came online or restarted, or its task is unclaimed: it may lack its task."""
+    """Device that came online, restarted or did not claim its task, and may lack the task."""
 
     device: str
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """A device has not answered requests for its presence, although its broker reports it online."""
-
     device: str
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A silent device has sent a message."""
-
     device: str
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """A device is removed from the fleet by request."""
-
     device: str
 
 
 class Flooded(msgspec.Struct, frozen=True):
-    """A device has gone on sending more than can be answered: nothing of it is read for a while."""
-
     device: str
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """A device accepted or declined a task."""
-
     device: str
     claim: Claim
     ask: Ask = field(default_factory=Ask)  # cost of the task, for a device that declines
@@ -67,7 +60,10 @@ class Claimed(msgspec.Struct, frozen=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A device announced its update. `status`: of the update's job in the store; "": unknown."""
+    """Announcement of an update by a device.
+
+    `status` is that of the update's job in the store, or "" if unknown.
+    """
 
     device: str
     update: Update
@@ -77,14 +73,17 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """All blobs of a device's update are here, or one could not be fetched."""
+    """End of the transfer of an update's blobs, with an error if a blob could not be fetched."""
 
     device: str
     error: str | None = None
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """Result of reading an update: `taken` is the part kept; None: it may not be folded, for `reason`."""
+    """Result of validating an update.
+
+    `taken` is the valid part, or None if rejected for `reason`.
+    """
 
     device: str
     update: Update
@@ -100,40 +99,32 @@ Event: TypeAlias = Appeared | Flooded | Removed | Claimed | Offered | Arrived | 
 
 
 class Issue(msgspec.Struct, frozen=True):
-    """Send a device its task of the running round, for the first time or again."""
-
     device: str
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Withdraw a device's task, and stop fetching its update."""
+    """Action that cancels a device's task and the transfer of its update."""
 
     device: str
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Resend a device's task rarely: it is working on it."""
-
     device: str
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Fetch an update's blobs, instead of any others of this device."""
+    """Action that fetches an update's blobs and cancels other transfers from the device."""
 
     device: str
     update: Update
 
 
 class Examine(msgspec.Struct, frozen=True):
-    """Read an update whose blobs have arrived; `Examined` follows."""
-
     device: str
     update: Update
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Inform a device that its update was counted, or refused for good."""
-
     device: str
     update: Update
     accepted: bool
@@ -141,13 +132,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop the blobs of an update that has no other use."""
-
     update: Update
 
 
 class Renew(msgspec.Struct, frozen=True):
-    """Send a device its task with a later epoch than this one, as it has counted the round with a coordinator of it."""
+    """Action that resends a task with an epoch above `epoch`.
+
+    The device completed the round under a coordinator of that epoch.
+    """
 
     device: str
     epoch: int
@@ -158,30 +150,33 @@ Arriving: TypeAlias = Update | None  # of the event's device: its update while i
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Consequences of an event: facts to write and actions to take."""
+    """Events to log and actions to take, in this order.
+
+    `arriving` is the update being fetched afterwards.
+    """
 
     arriving: Arriving
     facts: tuple[AnyFact, ...] = ()
     actions: tuple[Action, ...] = ()
 
 
-def decide_step(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_s: float) -> Step:
-    """Decide the events and actions that follow from a device's message in the job's running round.
+def decide_response(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_s: float) -> Step:
+    """Decide which events to log and which actions to take after an input.
 
     Args:
-        job: the job's id; "" with `state` None: no job is running.
-        state: the job's rounds; None: no job is running.
-        arriving: update that is being fetched from the event's device, if it is asked.
-        event: message of a device, or its result.
-        now_s: seconds of the coordinator's clock.
+        job: Id of the active job, or "" if no job is active.
+        state: State of the active job, or None if no job is active.
+        arriving: Update that is being fetched from the device, or None.
+        event: Message of a device, or the result of an earlier action.
+        now_s: Time of the coordinator's clock in seconds.
     """
     match event:  # the most frequent first
         case Examined():
-            return _step_after_examination(state, arriving, event, now_s)
+            return _decide_on_validation(state, arriving, event, now_s)
         case Offered():
-            return _offered(job, state, arriving, event)
+            return _decide_on_announcement(job, state, arriving, event)
         case Claimed():
-            return _claimed(job, state, arriving, event)
+            return _decide_on_claim(job, state, arriving, event)
         case Arrived(device, error):
             if arriving is None:
                 return Step(None)
@@ -190,23 +185,22 @@ def decide_step(job: str, state: Rounds | None, arriving: Arriving, event: Event
             return Step(None)  # the device will offer it again
         case Appeared(device):
             open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
-            return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
+            return Step(arriving, (), (Issue(device),) if open and _is_update_expected(state, device) else ())
         case Flooded(device):
-            return _drop_device(state, arriving, device, "flooding", FLOODED)
+            return _exclude_device(state, arriving, device, "flooding", FLOODED)
         case Removed(device):
-            return _drop_device(state, arriving, device, "removed", REMOVED)
+            return _exclude_device(state, arriving, device, "removed", REMOVED)
 
 
-def _drop_device(state: Rounds | None, arriving: Arriving, device: str, code: str, reason: str) -> Step:
-    """Reject and withdraw the task of a device that the round has asked."""
-    if state is None or not _asked(state, device):
+def _exclude_device(state: Rounds | None, arriving: Arriving, device: str, code: str, reason: str) -> Step:
+    if state is None or not _is_update_expected(state, device):
         return Step(arriving)
     return Step(None, (Rejected(state.round, device, reason, code),), (Withdraw(device),))
 
 
-def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:
+def _decide_on_claim(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:
     device, claim = event.device, event.claim
-    if state is None or not _asked(state, device):
+    if state is None or not _is_update_expected(state, device):
         return Step(arriving, (), (Withdraw(device),))  # an old task retained by the broker
     if claim.job != job or claim.round != state.round:
         return Step(arriving)
@@ -218,73 +212,76 @@ def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed)
         return Step(arriving, (), (Issue(device),))
     if claim.attempt != state.attempt:
         return Step(arriving)
-    declined = state.declined_by(device, claim.code, claim.reason, event.ask, event.start)
+    declined = state.decline_event(device, claim.code, claim.reason, event.ask, event.start)
     return Step(None, (declined,), (Withdraw(device),))
 
 
-def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered) -> Step:
+def _decide_on_announcement(job: str, state: Rounds | None, arriving: Arriving, event: Offered) -> Step:
     device, update = event.device, event.update
     if update.device != device:
-        return _turned_down(state, arriving, event, f"it names another device, {update.device}")
+        return _reject_unexpected_update(state, arriving, event, f"it names another device, {update.device}")
     if state is None or update.job != job:
         if event.counted:  # its answer was lost, and the job has ended since or waits
             return Step(arriving, (), (Answer(device, update, True),))
         if event.status in UNFINISHED:
             return Step(arriving)  # its device keeps it and offers it again when the job continues
-        return _turned_down(state, arriving, event, f"no job {update.job} is under way here")
+        return _reject_unexpected_update(state, arriving, event, f"no job {update.job} is under way here")
     if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
         return Step(arriving, (), (Answer(device, update, True),))
     if update.round == state.round and state.phase == "selecting":  # this log is an older copy of the one that asked
         return Step(arriving)  # its device keeps it and offers it again when the round has asked for it
-    if update.round != state.round or not _asked(state, device):
-        return _turned_down(state, arriving, event, f"round {update.round} is closed or did not ask for this")
+    if update.round != state.round or not _is_update_expected(state, device):
+        return _reject_unexpected_update(
+            state, arriving, event, f"round {update.round} is closed or did not ask for this"
+        )
     if update.state and state.state is not None and update.state != state.state.sha256:
         reason = f"it was computed from the state {update.state[:12]}, and this round began with another"
-        return _turned_down(state, arriving, event, reason)
+        return _reject_unexpected_update(state, arriving, event, reason)
     if (site := state.through.get(device)) is not None:
-        return _refused(device, update, _twice(device, site))
+        return _reject_update(device, update, _duplicate_device_text(device, site))
     if event.unfit:
-        return _refused(device, update, event.unfit)
+        return _reject_update(device, update, event.unfit)
     bring = Fetch(device, update) if update.bundles else Examine(device, update)
     return Step(update, (), (Patience(device), bring))
 
 
-def _step_after_examination(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
-    """Accept or refuse an update after its examination, if it is still the one expected."""
+def _decide_on_validation(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
     device, update = event.device, event.update
     if state is None or arriving != update:
         return Step(arriving)
     if event.taken is None:
-        return _refused(device, update, event.reason)
+        return _reject_update(device, update, event.reason)
     for board in event.taken.boards:
         if board in state.answered or board in state.through:
-            return _refused(device, update, f"{device}: {_twice(board, state.through.get(board, 'itself'))}")
+            return _reject_update(
+                device, update, f"{device}: {_duplicate_device_text(board, state.through.get(board, 'itself'))}"
+            )
         if board in state.since:
-            return _refused(device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself")
-    fact = state.answered_by(event.taken, now_s, event.ask)
+            return _reject_update(
+                device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
+            )
+    fact = state.acceptance_event(event.taken, now_s, event.ask)
     superseded = () if event.taken == update else (Discard(update),)
     actions = (Answer(device, update, True), Withdraw(device), *superseded)
     return Step(None, (fact,), actions)
 
 
-def _refused(device: str, update: Update, reason: str) -> Step:
-    """Refuse an update of the running round because of its content."""
+def _reject_update(device: str, update: Update, reason: str) -> Step:
     actions = (Answer(device, update, False, reason), Withdraw(device), Discard(update))
     return Step(None, (Rejected(update.round, device, reason),), actions)
 
 
-def _twice(board: str, by: str) -> str:
+def _duplicate_device_text(board: str, by: str) -> str:
     return (
         f"{board} counts in this round already, by {by}: a board belongs to one coordinator, and its name to one board"
     )
 
 
-def _turned_down(state: Rounds | None, arriving: Arriving, event: Offered, reason: str) -> Step:
-    """Refuse an update that is not expected, and withdraw the task that led to it."""
+def _reject_unexpected_update(state: Rounds | None, arriving: Arriving, event: Offered, reason: str) -> Step:
     answer = Answer(event.device, event.update, False, reason)
-    idle = () if _asked(state, event.device) else (Withdraw(event.device),)
+    idle = () if _is_update_expected(state, event.device) else (Withdraw(event.device),)
     return Step(arriving, (), (answer, *idle))
 
 
-def _asked(state: Rounds | None, device: str) -> bool:
+def _is_update_expected(state: Rounds | None, device: str) -> bool:
     return state is not None and device in state.asked

@@ -1,7 +1,8 @@
-"""Updates of one job examined, folded and committed: in the loop, or by a worker where they are large.
+"""Validation, aggregation and commit of one job's updates.
 
-Large ones come in turn, and a round waits past its deadline for those that are late by that alone. What a worker has
-found counts only if the job is still where it was when the worker was asked.
+Small updates are handled in the main loop, large ones by a worker, one after the other. A round waits past its
+deadline for updates that are late only because of their place in the queue. The result of a work item counts only if
+the job is still in the state in which the work item was started.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 from fedquilt.coordinator import admission, facts, mending, rounds
 from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.folding import blobs, size_of
+from fedquilt.coordinator.folding import blob_hashes, total_blob_bytes
 from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.worker import Then, Worker, outcome
+from fedquilt.coordinator.worker import Then, Worker, run_and_capture
 from fedquilt.core import Profile, SiteRight, Update
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -28,39 +29,31 @@ T = TypeVar("T")
 
 
 class Served(Protocol):
-    """Job at work: a `Serving`."""
+    """Interface of a job to its `Beside`, implemented by `Serving`."""
 
     job: Running
     arriving: dict[str, Update]
     garbage: GarbageCollector
 
     @property
-    def over(self) -> bool:
-        """Whether it has ended, or has been stopped."""
-        ...
+    def has_ended(self) -> bool: ...
 
-    def happened(self, event: admission.Event, now_s: float) -> None:
-        """Apply an event."""
-        ...
+    def handle_input(self, event: admission.Event, now_s: float) -> None: ...
 
-    def record(self, fact: facts.AnyFact, now_s: float, done: Done | None = None) -> None:
-        """Write a fact, then act on it."""
-        ...
+    def record_event(self, fact: facts.AnyFact, now_s: float, done: Done | None = None) -> None: ...
 
-    def fail(self, error: Exception, now_s: float) -> None:
-        """Handle an error of the method."""
-        ...
+    def handle_failure(self, error: Exception, now_s: float) -> None: ...
 
 
 class Beside:
-    """Examination, folding and commits of one job's updates.
+    """Validation, aggregation and commit of one job's updates.
 
     Args:
-        served: the job.
-        worker: for what is large.
-        start: gives the worker a work item, as `Desk.start_work` does.
-        executor: that brings the updates.
-        left: whether the coordinator has let go of the job.
+        served: Job of the updates.
+        worker: Worker for large updates.
+        start: Starts a work item, as `Desk.start_work` does.
+        executor: Executor that receives the updates.
+        left: Returns whether the coordinator no longer runs the job.
     """
 
     def __init__(
@@ -79,161 +72,173 @@ class Beside:
         self._lost = (-math.inf, 0.0)  # when the running attempt began; `Absence.lost_s` at that time
 
     @property
-    def waiting(self) -> tuple[int, int]:
-        """Number and bytes of the updates here that the worker is to read or fold, and has not yet."""
-        if not self._large:
+    def pending_updates(self) -> tuple[int, int]:
+        """Number and bytes of the received updates that the worker has not yet read or folded."""
+        if not self._is_large:
             return 0, 0
-        count, size = self._served.job.sums.unfolded(self._served.job.rounds)
-        return count + len(self._examining), size + sum(map(size_of, self._examining.values()))
+        count, size = self._served.job.aggregator.count_unfolded(self._served.job.rounds)
+        return count + len(self._examining), size + sum(map(total_blob_bytes, self._examining.values()))
 
-    def offered(self, device: str, update: Update, now_s: float) -> bool:
-        """Note an update that is fetched next; returns whether it is so large that it has to wait for its turn."""
-        if size_of(update) < self._worker.large_bytes:
+    def register_update(self, device: str, update: Update, now_s: float) -> bool:
+        """Record an update that is fetched next.
+
+        Return whether the update is large and must wait for its turn.
+        """
+        if total_blob_bytes(update) < self._worker.large_bytes:
             return False
-        if self._offered.get(device) != update and now_s < self._due_s:
+        if self._offered.get(device) != update and now_s < self._moved_deadline_s:
             self._offered[device] = update
         return True
 
     @property
     def lost_s(self) -> float:
-        """Seconds in which no device could be reached, by which the deadline is later; infinite while none can.
+        """Seconds added to the deadline because no device was reachable, or infinity while none is.
 
-        A site's deadline is no later than its round has to end.
+        The deadline of a site moves at most to the time at which its round must end.
         """
         absence, state = self._executor.absence, self._served.job.rounds
         if state.opened_s != self._lost[0]:
             self._lost = state.opened_s, absence.lost_s
-        return min(absence.since(self._lost[1]), rounds.latest_s(state) - state.opened_s - state.deadline_s)
+        return min(absence.lost_since(self._lost[1]), rounds.site_deadline_s(state) - state.opened_s - state.deadline_s)
 
     @property
-    def _due_s(self) -> float:
-        return rounds.next_s(rounds.later(self._served.job.rounds, self.lost_s))
+    def _moved_deadline_s(self) -> float:
+        return rounds.next_decision_s(rounds.delay_attempt(self._served.job.rounds, self.lost_s))
 
-    def deadline_s(self, now_s: float) -> float:
-        """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.
+    def wait_limit_s(self, now_s: float) -> float:
+        """Return the time of the deadline, or later, until which the round waits for punctual updates.
 
-        That is whose update is being read, and whose was offered before the deadline and had to wait for its turn to
-        be sent: the deadline is so much later for it. A site's round has an end nonetheless.
+        Updates are punctual if they were received in time and are still being validated, or were announced in time and
+        had to wait for their turn. The deadline of the latter moves by their waiting time. The round of a site has a
+        fixed end.
         """
-        deadline_s, latest_s = self._due_s, rounds.latest_s(self._served.job.rounds)
+        deadline_s, latest_s = self._moved_deadline_s, rounds.site_deadline_s(self._served.job.rounds)
         if self._in_time:
             return latest_s
         if now_s < deadline_s or not self._offered:
             return deadline_s
         arriving = self._served.arriving
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
-        return min(deadline_s + max(map(self._executor.held_s, self._offered), default=0.0), latest_s)
+        return min(deadline_s + max(map(self._executor.transfer_wait_s, self._offered), default=0.0), latest_s)
 
-    def waits(self, now_s: float) -> bool:
-        """Return whether the round waits past its deadline. Let devices in time transfer before late ones."""
-        deadline_s = self._due_s
-        if not deadline_s <= now_s < self.deadline_s(now_s) or rounds.full(self._served.job.rounds):
+    def wait_for_punctual_updates(self, now_s: float) -> bool:
+        """Return whether the round waits past its deadline.
+
+        Let punctual devices transfer before late ones.
+        """
+        deadline_s = self._moved_deadline_s
+        if not deadline_s <= now_s < self.wait_limit_s(now_s) or rounds.has_full_cohort(self._served.job.rounds):
             return False
         for device in self._served.arriving:
-            if now_s >= deadline_s + self._executor.held_s(device):
-                self._executor.give_way(device, now_s)
+            if now_s >= deadline_s + self._executor.transfer_wait_s(device):
+                self._executor.yield_transfer_turn(device, now_s)
         return True
 
     @property
-    def _gone(self) -> bool:
-        return self._served.over or self._left()
+    def _is_job_gone(self) -> bool:
+        return self._served.has_ended or self._left()
 
     @property
-    def _large(self) -> bool:
-        return self._served.job.large
+    def _is_large(self) -> bool:
+        return self._served.job.is_large
 
-    def examine(
+    def validate_update(
         self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
     ) -> None:
-        """Validate an update whose blobs have arrived, in the worker if it is large, then count or refuse it."""
-        if size_of(update) >= self._worker.large_bytes:  # as a site's sum may be, whose boards' updates are small
-            self._served.job.sums.large = True
-        large = self._large
+        """Validate an update whose blobs have arrived, then accept or reject it.
+
+        Large updates use the worker.
+        """
+        if (
+            total_blob_bytes(update) >= self._worker.large_bytes
+        ):  # as a site's sum may be, whose boards' updates are small
+            self._served.job.aggregator.large = True
+        large = self._is_large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
             return
-        examining = self._served.job.build_examination(device, update, profile, now_s, large=large, right=right)
+        examining = self._served.job.build_validation(device, update, profile, now_s, large=large, right=right)
         if large:
             self._examining[device] = update
-            held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0
-            if now_s < self._due_s + held_s:
+            held_s = self._executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
+            if now_s < self._moved_deadline_s + held_s:
                 self._in_time.add(device)
-            self._start(examining, partial(self._examined, device, update))
+            self._start(examining, partial(self._finish_validation, device, update))
         else:
-            self._count(device, examining, now_s)
+            self._apply_validation(device, examining, now_s)
 
-    def _examined(self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float) -> None:
+    def _finish_validation(
+        self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float
+    ) -> None:
         if self._examining.get(device) != update:
             return  # the device has offered another one since
         del self._examining[device]
         self._in_time.discard(device)
-        if self._gone or self._served.arriving.get(device) != update:
+        if self._is_job_gone or self._served.arriving.get(device) != update:
             return  # it was not waited for any more while it was read, and its blobs may be gone
-        self._count(device, examining, now_s)
+        self._apply_validation(device, examining, now_s)
 
-    def _count(self, device: str, examining: Callable[[], admission.Examined], now_s: float) -> None:
+    def _apply_validation(self, device: str, examining: Callable[[], admission.Examined], now_s: float) -> None:
         try:
             examined = examining()
         except mending.LostUpdateError as lost:
             said = "%s's update could not be read (%s); it will offer it again"
-            log.warning(said, device, lost.reason, extra=about(device=device))
-            return self._served.happened(admission.Arrived(device, lost.reason), now_s)
+            log.warning(said, device, lost.reason, extra=log_ids(device=device))
+            return self._served.handle_input(admission.Arrived(device, lost.reason), now_s)
         except mending.UnreadableError as error:  # its device offers it again, once the job goes on
-            return self._served.fail(error, now_s)
+            return self._served.handle_failure(error, now_s)
         if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
-        self._served.happened(examined, now_s)
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=log_ids(device=device))
+        self._served.handle_input(examined, now_s)
 
     def start_folding(self) -> None:
-        """Start to fold accepted updates in the worker, if updates are large and no sum is being computed."""
-        if self._large and not self._summing and self._served.job.waits_to_fold():
+        """Start to fold accepted updates in the worker, if updates are large and no fold is running."""
+        if self._is_large and not self._summing and self._served.job.has_updates_to_fold():
             self._summing = True
-            self._start(self._served.job.folding(self._worker.stored_at), self._record_partial_sum)
+            self._start(self._served.job.build_fold(self._worker.stored_at), self._record_partial_aggregate)
 
-    def _record_partial_sum(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
-        """Record a stored partial sum and release the blobs of the updates in it."""
+    def _record_partial_aggregate(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
         self._summing = False
         before = self._served.job.rounds
-        if self._gone:
+        if self._is_job_gone:
             return
-        fact = self._ended(result, now_s)
+        fact = self._result_or_failure(result, now_s)
         if fact is not None:
-            self._served.record(fact, now_s)
+            self._served.record_event(fact, now_s)
         if isinstance(fact, facts.Folded):
-            done = blobs(before.answered[device] for device in fact.devices)
+            done = blob_hashes(before.answered[device] for device in fact.devices)
             self._served.garbage.add_candidates(
                 done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
             )
 
     def start_commit(self, now_s: float) -> bool:
-        """Commit the round. Return False if the worker has to do it, or is still folding."""
+        """Commit the round. Return False if the worker still commits or folds."""
         if self._summing:
             return False
-        committing = self._served.job.committing(now_s)
-        if self._large:
+        committing = self._served.job.build_commit(now_s)
+        if self._is_large:
             self._summing = True
-            self._start(committing, self._committed)
+            self._start(committing, self._finish_commit)
             return False
-        with self._executor.tended():  # a method may compute for longer than a broker waits for a word
-            result = outcome(committing)
-        self._committed(result, now_s)
+        with self._executor.keep_alive():  # a method may compute for longer than a broker waits for a word
+            result = run_and_capture(committing)
+        self._finish_commit(result, now_s)
         return True
 
-    def _committed(self, result: Callable[[], Done], now_s: float) -> None:
+    def _finish_commit(self, result: Callable[[], Done], now_s: float) -> None:
         self._summing = False
-        if self._gone:
+        if self._is_job_gone:
             return
-        done = self._ended(result, now_s)
+        done = self._result_or_failure(result, now_s)
         if isinstance(done, Done):
-            self._served.record(done.fact, now_s, done)
+            self._served.record_event(done.fact, now_s, done)
         elif done is not None:
-            self._served.record(done, now_s)
+            self._served.record_event(done, now_s)
 
-    def _ended(self, result: Callable[[], T], now_s: float) -> T | facts.Lost | None:
-        """Result of folding or committing; None: there is none, or it has failed and so has the job."""
+    def _result_or_failure(self, result: Callable[[], T], now_s: float) -> T | facts.Lost | None:
         try:
             return result()
         except mending.LostUpdateError as lost:
             return facts.Lost(self._served.job.rounds.round, lost.device, lost.reason)
         except Exception as error:
-            self._served.fail(error, now_s)
+            self._served.handle_failure(error, now_s)
             return None

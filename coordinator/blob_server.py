@@ -1,12 +1,12 @@
-"""The coordinator's own HTTP(S) server of blobs: boards fetch what they are given, and put what they were asked for.
+"""HTTP(S) server from which devices fetch blobs, and to which they upload blobs.
 
-    GET  /blobs/<sha256>   with Range: the bytes of a blob
-    PUT  /blobs/<sha256>   with Content-Range: the bytes from where the upload stands to its end
-    HEAD /blobs/<sha256>   Upload-Offset: where the upload stands
+    GET  /blobs/<sha256>   with Range: bytes of a blob
+    PUT  /blobs/<sha256>   with Content-Range: bytes from the upload's offset to the end of the blob
+    HEAD /blobs/<sha256>   Upload-Offset: offset at which the upload continues
 
-Each transfer has a token of its own, which the board got by the broker; in a fleet with certificates it has to show its
-own besides. A connection has one request, and a board has PER_BOARD connections at once. Errors are explained to the
-board; nothing of a request is logged.
+Each transfer has a token, which the device receives through the broker. In a fleet with certificates the device must
+also present its certificate. A connection carries one request, and a device may open PER_BOARD connections. Errors are
+explained to the device, and requests are not logged.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from fedquilt.blobs.carriers import Ended, missed
+from fedquilt.blobs.carriers import Ended, failed_result
 from fedquilt.blobs.intake import ClosedError, ContentError, Intake
-from fedquilt.blobs.over_http import STALL_S, pour, send_file
+from fedquilt.blobs.over_http import STALL_S, read_pieces, send_file
 from fedquilt.blobs.store import Depot
 from fedquilt.connections import Connections
 from fedquilt.core import BlobRef, JobError, StoreError
 from fedquilt.http_server import Exchange, HttpServer, RefusedError
-from fedquilt.transport.handshake import Identity, peer_of
+from fedquilt.transport.handshake import Identity, common_name_of_peer
 
 log = logging.getLogger("fedquilt.coordinator.blobs")
 
@@ -43,8 +43,6 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
 
 @dataclass
 class Grant:
-    """Permission that a token stands for: one blob, for one device."""
-
     device: str
     ref: BlobRef
     intake: Intake | None  # takes the device's bytes; None: the device fetches
@@ -52,18 +50,18 @@ class Grant:
 
 
 class BlobServer:
-    """Server of a depot's blobs, in threads of its own, which listens until `close`.
+    """HTTP(S) server of a blob store, in separate threads. Listens until `close`.
 
     Args:
-        host, port: address to listen at; port 0: any that is free.
-        depot: of the blobs.
-        allowed: `allowed(device, sha256)`: whether a device may have a blob now.
-        tell: called with the end of each upload, from another thread.
-        identity: certificates of the fleet; None: no TLS, and a token is all that a board has to show.
-        connections: limits on the connections.
+        host, port: Address to listen on. Port 0 selects a free port.
+        depot: Blob store.
+        allowed: Returns whether a device may fetch a blob now, given the ids of both.
+        tell: Called with the end of each upload, in another thread.
+        identity: Certificates of the fleet. Without them the server uses no TLS, and a token is sufficient.
+        connections: Limits on the connections.
 
     Raises:
-        JobError: the address cannot be listened at.
+        JobError: If the server cannot listen on the address.
     """
 
     def __init__(
@@ -90,35 +88,36 @@ class BlobServer:
 
     @property
     def port(self) -> int:
-        """Port that the server listens on."""
         return self._http.address[1]
 
-    def grant(self, device: str, ref: BlobRef, intake: Intake | None = None) -> str:
-        """Token for one device to fetch a blob, or to upload it into an intake; an earlier intake's token ends."""
+    def issue_token(self, device: str, ref: BlobRef, intake: Intake | None = None) -> str:
+        """Return a token with which a device may fetch a blob, or upload the blob into `intake`.
+
+        An earlier upload token for the blob is revoked.
+        """
         key = (device, ref.sha256, intake is not None)
         with self._lock:
             if intake is None and (known := self._tokens.get(key)) is not None:
-                self._grants[_digest(known)].left_bytes = AGAIN_MOST * ref.size
+                self._grants[_token_digest(known)].left_bytes = AGAIN_MOST * ref.size
                 return known
             if len(self._grants) >= GRANTS_MOST:
-                self._revoke(next(iter(self._tokens)))
-            self._revoke(key)
+                self._remove_token(next(iter(self._tokens)))
+            self._remove_token(key)
             token = self._tokens[key] = secrets.token_urlsafe(24)
-            self._grants[_digest(token)] = Grant(device, ref, intake, AGAIN_MOST * ref.size)
+            self._grants[_token_digest(token)] = Grant(device, ref, intake, AGAIN_MOST * ref.size)
         return token
 
-    def revoke(self, device: str, sha256: str, *, put: bool) -> None:
-        """End a token, if there is one."""
+    def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
+        """Revoke a device's token to upload (`put`) or fetch a blob, if there is one."""
         with self._lock:
-            self._revoke((device, sha256, put))
+            self._remove_token((device, sha256, put))
 
     def close(self) -> None:
-        """Stop listening. Running transfers end with the process."""
         self._http.close()
 
-    def _revoke(self, key: tuple[str, str, bool]) -> None:
+    def _remove_token(self, key: tuple[str, str, bool]) -> None:
         if (token := self._tokens.pop(key, None)) is not None:
-            self._grants.pop(_digest(token), None)
+            self._grants.pop(_token_digest(token), None)
 
     # -- requests --
 
@@ -126,7 +125,7 @@ class BlobServer:
         """Return the server's TLS context. Raise OSError if the files of the identity cannot be read."""
         assert self._identity is not None
         try:
-            return self._identity.context(server=True)
+            return self._identity.tls_context(server=True)
         except JobError as error:  # files that cannot be read now
             log.error("%s", error)
             raise OSError(str(error)) from None
@@ -146,10 +145,13 @@ class BlobServer:
         found = _PATH.match(request.path)
         if found is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RefusedError(404, "there is nothing at this address")
-        sha256, peer = found[1], peer_of(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None
+        sha256, peer = (
+            found[1],
+            common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None,
+        )
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         with self._lock:
-            grant = self._grants.get(_digest(token)) if kind == "Bearer" else None
+            grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None
         if grant is None or peer not in (None, grant.device) or grant.ref.sha256 != sha256:
             raise RefusedError(403, "this token does not open this blob for you, or not any more")
         if (grant.intake is None) != (request.method == "GET"):
@@ -163,11 +165,11 @@ class BlobServer:
         if grant.intake is None:
             return self._send_blob(request, grant)
         if request.method == "HEAD":
-            turn = grant.intake.turn()  # bytes of an earlier connection are refused from now on
-            due = grant.intake.due()
+            turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
+            due = grant.intake.next_range()
             if due is None and not grant.intake.finished:
                 self._end_upload(grant, grant.intake, turn)
-            return request.answer(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
+            return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
         return self._receive_blob(request, grant, grant.intake)
 
     def _send_blob(self, request: Exchange, grant: Grant) -> None:
@@ -176,14 +178,14 @@ class BlobServer:
         start, end = _parse_range(request.headers.get("range"), size)
         self._charge_bytes(grant, 0)
         try:
-            file = self._depot.opened(grant.ref.sha256)
+            file = self._depot.open_blob_file(grant.ref.sha256)
         except StoreError:
             raise RefusedError(404, "the blob is not here any more") from None
         with open(file, "rb", buffering=0):
             headers = {"Content-Length": str(end - start), "Accept-Ranges": "bytes"}
             if "range" in request.headers:
                 headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-            request.answer(206 if "range" in request.headers else 200, headers, None)
+            request.send_response(206 if "range" in request.headers else 200, headers, None)
             send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
 
     def _receive_blob(self, request: Exchange, grant: Grant, intake: Intake) -> None:
@@ -192,20 +194,19 @@ class BlobServer:
         if not request.size or found is None:
             raise RefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
         start, end, size = int(found[1]), int(found[2]) + 1, int(found[3])
-        turn, due = intake.turn(), intake.due()
+        turn, due = intake.replace_writer(), intake.next_range()
         if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
             raise RefusedError(409, "these are not the bytes that are due")
         self._charge_bytes(grant, 0)
 
-        def take(piece: memoryview) -> None:
+        def write_piece(piece: memoryview) -> None:
             intake.write(piece, turn)
             self._charge_bytes(grant, len(piece))
 
-        self._end_upload(grant, intake, turn, lambda: pour(request.open_body(), end - start, take))
-        request.answer(204)
+        self._end_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
+        request.send_response(204)
 
     def _end_upload(self, grant: Grant, intake: Intake, turn: int, receive: Callable[[], None] = lambda: None) -> None:
-        """Receive the last bytes of a blob, if they are not here, and report the end of the upload."""
         key = (grant.device, grant.ref.sha256)
         try:
             receive()
@@ -213,12 +214,12 @@ class BlobServer:
         except ClosedError as error:
             raise RefusedError(409, str(error)) from None
         except (ContentError, StoreError) as error:
-            self._tell(missed(key, intake, error))
+            self._tell(failed_result(key, intake, error))
             raise RefusedError(409 if isinstance(error, ContentError) else 500, "the blob was not taken") from None
         self._tell(Ended(key, intake, None))
 
     def _charge_bytes(self, grant: Grant, size: int) -> None:
-        """Subtract transferred bytes from a grant. Refuse a new request (size 0) once none are left."""
+        # size 0: a new request, which is refused once no bytes are left
         with self._lock:
             grant.left_bytes -= size
             if grant.left_bytes <= 0 and not size:
@@ -236,6 +237,6 @@ def _parse_range(asked: str | None, size: int) -> tuple[int, int]:
     return start, end
 
 
-def _digest(token: str) -> str:
-    """Digest under which a token is looked up, so that the time of a look-up reveals nothing about tokens."""
+def _token_digest(token: str) -> str:
+    # Tokens are looked up by their digest, so that the time of a look-up reveals nothing about them.
     return hashlib.sha256(token.encode("latin-1", "replace")).hexdigest()

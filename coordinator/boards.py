@@ -1,7 +1,7 @@
-"""What is known of each board, for those who watch a fleet: pure, from what coordinator and boards tell each other.
+"""Status of each device, derived from its messages, for monitoring.
 
-Rounds do not depend on it. `boards_link` follows the messages, and `boards_store` keeps what comes of them.
-Times are wall-clock seconds of the coordinator.
+Rounds do not depend on the status. `boards_link` follows the messages, and `boards_store` stores the status. Times are
+wall-clock seconds of the coordinator. Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ NO_REFUSAL: Final = frozenset({"ok", "cleared", "counted"})  # codes of claims b
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """Task that a board has."""
-
     job: str
     round: int
     step: Literal["asked", "working", "waiting", "sending"]  # waiting: for its turn to send a large update
@@ -34,7 +32,7 @@ class Doing(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Latest task that a board declined, or update of it that was refused."""
+    """Latest task that a device declined, or latest rejection of its update."""
 
     at: float
     code: str  # of its claim; "update": the coordinator refused its update; "flooding": it was set aside
@@ -44,8 +42,6 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Runs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a board runs of one kind of release, and how far it is with the latest one."""
-
     kind: wire.Kind
     phase: str
     name: str = ""  # of what it runs now, as people call it; "": what it was flashed with
@@ -56,8 +52,6 @@ class Runs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Board(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One board, but for its sensors' readings."""
-
     device: str
     online: bool = False
     silent: bool = False  # not online: its broker reports it so, and it does not answer
@@ -80,7 +74,7 @@ class Board(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sensors of a board over some time. None: not measurable."""
+    """Sensor readings of a device, merged over an interval. None means that there is no reading."""
 
     at: int  # when it began
     power_w: float | None = None  # mean
@@ -94,11 +88,10 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     accuracy: float | None = None  # of the runner's answers, lowest
 
 
-def board_after_message(board: Board, message: Wired, at: float) -> Board:
-    """Return the board's status after a message from the board."""
+def apply_message(board: Board, message: Wired, at: float) -> Board:
     match message:
         case wire.Presence():
-            return _board_after_presence(board, message, at)
+            return _apply_presence(board, message, at)
         case Profile():
             return replace(
                 board,
@@ -110,51 +103,49 @@ def board_after_message(board: Board, message: Wired, at: float) -> Board:
                 labels=message.labels,
             )
         case wire.Claim():
-            return _claim(board, message, at)
-        case wire.Progress() if board.doing is not None and _same(board.doing, message.job, message.round):
+            return _apply_claim(board, message, at)
+        case wire.Progress() if board.doing is not None and _is_task(board.doing, message.job, message.round):
             return replace(board, doing=replace(board.doing, step="working", fraction=message.fraction))
-        case Update() if board.doing is not None and _same(board.doing, message.job, message.round):
+        case Update() if board.doing is not None and _is_task(board.doing, message.job, message.round):
             step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
             return replace(board, doing=replace(board.doing, step=step, fraction=None))
         case wire.Installed():
-            return replace(board, runs=_runs(board.runs, message, at))
+            return replace(board, runs=_apply_installed(board.runs, message, at))
         case Telemetry():
-            return _clock(replace(board, mode=message.mode), message.clock_s, at)
+            return _apply_clock(replace(board, mode=message.mode), message.clock_s, at)
     return board
 
 
-def board_after_silence(board: Board, at: float) -> Board:
-    """Return the board marked offline and silent, after it has not answered."""
+def apply_silence(board: Board, at: float) -> Board:
+    """Return a device's status, offline and silent, after the device has stopped answering."""
     return replace(board, online=False, silent=True, quiet=False, since=at if board.seen is None else board.seen)
 
 
-def board_after_return(board: Board, at: float) -> Board:
-    """Return a silent board marked online again, after a message from it."""
+def apply_return(board: Board, at: float) -> Board:
+    """Return a silent device's status, online again, after a message from the device."""
     return replace(board, online=True, silent=False, since=at)
 
 
-def asked(board: Board, task: Task, at: float) -> Board:
-    """The board after a task was sent to it, for the first time or again."""
-    if board.doing is not None and _same(board.doing, task.job, task.round):
+def apply_task(board: Board, task: Task, at: float) -> Board:
+    if board.doing is not None and _is_task(board.doing, task.job, task.round):
         return board
     return replace(board, doing=Doing(task.job, task.round, "asked", at))
 
 
-def turned(board: Board, waits: bool) -> Board:
-    """The board after its update has had to wait for its turn to be sent, or the turn has come."""
+def apply_transfer_turn(board: Board, waits: bool) -> Board:
+    """Return a device's status after the transfer of its update was queued (`waits`) or started."""
     if board.doing is None:
         return board
     return replace(board, doing=replace(board.doing, step="waiting" if waits else "sending"))
 
 
-def answered(board: Board, ack: wire.Ack, at: float) -> Board:
-    """The board after the answer to its update."""
+def apply_ack(board: Board, ack: wire.Ack, at: float) -> Board:
     idle = replace(board, doing=None)
     return idle if ack.accepted else replace(idle, refusal=Refusal(at, "update", ack.reason, ack.job, ack.round))
 
 
-def joined(before: Reading | None, count: int, told: Telemetry, at: int) -> Reading:
-    """Reading of a time with one more message: its `count`th."""
+def add_sample(before: Reading | None, count: int, told: Telemetry, at: int) -> Reading:
+    """Return an interval's sensor readings after its `count`-th telemetry message."""
     old = before or Reading(at)
     mean = told.power_w
     if mean is not None and old.power_w is not None:
@@ -162,24 +153,22 @@ def joined(before: Reading | None, count: int, told: Telemetry, at: int) -> Read
     return Reading(
         at,
         old.power_w if mean is None else mean,
-        _of(max, old.power_most_w, told.power_w),
-        _of(max, old.temperature_c, told.temperature_c),
-        _of(min, old.available_bytes, told.available_bytes),
-        _of(max, old.task_bytes, told.task_bytes),
+        _combine(max, old.power_most_w, told.power_w),
+        _combine(max, old.temperature_c, told.temperature_c),
+        _combine(min, old.available_bytes, told.available_bytes),
+        _combine(max, old.task_bytes, told.task_bytes),
         old.battery if told.battery is None else told.battery,
         old.served if told.served is None else told.served,
-        _of(max, old.drift, told.drift),
-        _of(min, old.accuracy, told.accuracy),
+        _combine(max, old.drift, told.drift),
+        _combine(min, old.accuracy, told.accuracy),
     )
 
 
-def _of(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
-    """What two values come to, of which one may be unknown."""
+def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     return b if a is None else a if b is None else choose(a, b)
 
 
-def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[Runs, ...]:
-    """`known` with what a board has said of one kind of release."""
+def _apply_installed(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[Runs, ...]:
     new = Runs(message.kind, message.phase, message.name, message.current, message.rollout, message.reason, at)
     before = next((each for each in known if each.kind == message.kind), None)
     if before is not None and replace(before, at=at) == new:
@@ -188,10 +177,9 @@ def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[
     return tuple(sorted((*others, new), key=lambda each: each.kind))
 
 
-def _board_after_presence(board: Board, message: wire.Presence, at: float) -> Board:
-    """Return the board after a presence message, which may be a repeated or a retained one."""
+def _apply_presence(board: Board, message: wire.Presence, at: float) -> Board:
     if board.silent and message.online and message.boot == board.boot:
-        return board  # retained: `board_after_return` comes before a message of its own
+        return board  # retained: `apply_return` comes before a message of its own
     if message.online == board.online and (message.boot == board.boot or not message.online):
         return replace(board, silent=False)  # retained, or told again
     if not message.online and not board.boot:
@@ -199,8 +187,8 @@ def _board_after_presence(board: Board, message: wire.Presence, at: float) -> Bo
     return replace(board, online=message.online, silent=False, quiet=False, boot=message.boot, since=at)
 
 
-def _claim(board: Board, message: wire.Claim, at: float) -> Board:
-    doing = board.doing if board.doing is not None and _same(board.doing, message.job, message.round) else None
+def _apply_claim(board: Board, message: wire.Claim, at: float) -> Board:
+    doing = board.doing if board.doing is not None and _is_task(board.doing, message.job, message.round) else None
     if message.accepted:
         since = doing.since if doing is not None and doing.step == "working" else at
         fraction = None if doing is None else doing.fraction
@@ -219,7 +207,7 @@ def _claim(board: Board, message: wire.Claim, at: float) -> Board:
     return replace(idle, refusal=Refusal(at, message.code, message.reason, message.job, message.round))
 
 
-def _clock(board: Board, clock_s: float | None, at: float) -> Board:
+def _apply_clock(board: Board, clock_s: float | None, at: float) -> Board:
     if clock_s is None:
         return board
     skew_s = clock_s - at
@@ -228,5 +216,5 @@ def _clock(board: Board, clock_s: float | None, at: float) -> Board:
     return board
 
 
-def _same(doing: Doing, job: str, round: int) -> bool:
+def _is_task(doing: Doing, job: str, round: int) -> bool:
     return (doing.job, doing.round) == (job, round)

@@ -1,7 +1,7 @@
-"""Boards of a fleet and their readings on the coordinator's disk, for whoever watches: HOME/boards.db.
+"""Database of device statuses and sensor readings for monitoring: HOME/boards.db.
 
-It is a database of its own: no run depends on it, nothing waits for it to be on the disk, and one that is damaged is
-put aside. Readings are kept in three steps, coarser with age; a board that has been away for FORGOTTEN_S is forgotten.
+No run depends on the database. So no write waits for the disk, and a damaged file is replaced. Readings are stored at
+three resolutions, which become coarser with age. A device that has been offline for FORGOTTEN_S is deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.boards import Board, Reading
-from fedquilt.coordinator.store_rows import readable, transaction
+from fedquilt.coordinator.store_rows import open_read_only, transaction
 from fedquilt.core import StoreError
 from fedquilt.disk import PRIVATE
 
@@ -53,29 +53,29 @@ from readings where step = :step and at >= :begin and at < :end group by at / :t
 
 
 class BoardStore:
-    """Database of boards: one process writes, any number read meanwhile.
+    """Database of device statuses and readings, with one writing process and any number of readers.
 
     Args:
-        home: folder of the coordinator.
-        writes: make the tables where there are none.
+        home: Folder of the coordinator.
+        writes: Whether to create missing tables and to replace a damaged file.
 
     Raises, from every method:
-        StoreError: it cannot be read or written; with `writes` at opening only if it is of a later version.
+        StoreError: If the database cannot be read or written, or was written by a later version.
     """
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
-        with _doing(home):
+        with _database_errors(home):
             try:
-                self._db = self._opened(writes)
+                self._db = self._open_database(writes)
             except sqlite3.DatabaseError as error:
                 if not writes or isinstance(error, sqlite3.OperationalError):
                     raise
                 (home / NAME).replace(home / f"{NAME}.damaged")  # nothing depends on it
                 for end in ("-wal", "-shm"):
                     (home / f"{NAME}{end}").unlink(missing_ok=True)
-                self._db = self._opened(writes)
-            there = self._columns(self._db)  # a reader may find those of an earlier version
+                self._db = self._open_database(writes)
+            there = self._column_names(self._db)  # a reader may find those of an earlier version
             self._values = ", ".join(name if name in there else f"null as {name}" for name in _VALUES)
 
     def __enter__(self) -> BoardStore:
@@ -85,18 +85,17 @@ class BoardStore:
         self.close()
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
-    def _opened(self, writes: bool) -> sqlite3.Connection:
+    def _open_database(self, writes: bool) -> sqlite3.Connection:
         path = self._home / NAME
         if not writes and not path.is_file():
-            return _empty()
+            return _open_empty_database()
         if writes:
             PRIVATE.ensure(path)  # SQLite gives its other files the same mode
             db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         else:
-            db = readable(path, check_same_thread=False)
+            db = open_read_only(path, check_same_thread=False)
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
             if found > VERSION:
@@ -106,12 +105,12 @@ class BoardStore:
                 )
             if not found and not writes:  # whoever writes has not made all tables yet
                 db.close()
-                return _empty()
+                return _open_empty_database()
             if writes:
                 db.execute("pragma journal_mode=wal")
                 db.execute("pragma synchronous=off")
                 db.executescript(_SCHEMA)
-                for name in _ADDED.keys() - self._columns(db):
+                for name in _ADDED.keys() - self._column_names(db):
                     db.execute(f"alter table readings add column {name} {_ADDED[name]}")
                 db.execute(f"pragma user_version = {VERSION}")
             db.execute("select id, device, body from boards limit 1").fetchone()
@@ -121,14 +120,17 @@ class BoardStore:
         return db
 
     @staticmethod
-    def _columns(db: sqlite3.Connection) -> set[str]:
+    def _column_names(db: sqlite3.Connection) -> set[str]:
         return {str(row[1]) for row in db.execute("pragma table_info(readings)")}
 
     # -- writing --
 
-    def write(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
-        """Store boards as they are now, and readings of the finest step, each of a board that is stored."""
-        with _doing(self._home), transaction(self._db):
+    def write_telemetry(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
+        """Store device statuses, and readings at the finest resolution.
+
+        Readings of unknown devices are dropped.
+        """
+        with _database_errors(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
@@ -140,14 +142,14 @@ class BoardStore:
                 [(*msgspec.structs.astuple(reading), device) for device, reading in readings],
             )
 
-    def note_away(self, since: float | None) -> None:
-        """Store since when the coordinator has not reached its broker; None: it does."""
-        with _doing(self._home):
+    def record_broker_outage(self, since: float | None) -> None:
+        """Store since when the broker is disconnected, or None while the broker is connected."""
+        with _database_errors(self._home):
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 
-    def tidy(self, now: float) -> None:
-        """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
-        with _doing(self._home), transaction(self._db):
+    def downsample_readings(self, now: float) -> None:
+        """Merge fine readings into coarser ones, and delete expired readings."""
+        with _database_errors(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
                 begin = 0 if last is None else last + to
@@ -156,9 +158,8 @@ class BoardStore:
             for step, kept_s in STEPS:
                 self._db.execute("delete from readings where step = ? and at < ?", (step, int(now - kept_s)))
 
-    def forget(self, devices: Collection[str]) -> None:
-        """Delete boards with their readings."""
-        with _doing(self._home), transaction(self._db):
+    def delete_devices(self, devices: Collection[str]) -> None:
+        with _database_errors(self._home), transaction(self._db):
             for device in devices:
                 self._db.execute(
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
@@ -166,30 +167,32 @@ class BoardStore:
                 self._db.execute("delete from boards where device = ?", (device,))
 
     def request_removal(self, devices: Iterable[str]) -> None:
-        """Queue boards for removal by the coordinator."""
-        with _doing(self._home), transaction(self._db):
+        with _database_errors(self._home), transaction(self._db):
             self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
 
     def take_removals(self) -> list[str]:
-        """Return the boards queued for removal, and empty the queue."""
-        with _doing(self._home):
+        """Return the devices queued for removal, and empty the queue."""
+        with _database_errors(self._home):
             found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
         return found
 
     # -- reading --
 
-    def away(self) -> float | None:
-        """When the coordinator that has noted last lost its broker, or began without; None: it reached it."""
-        with _doing(self._home):
+    def broker_outage_start(self) -> float | None:
+        """Return since when the coordinator is disconnected from its broker, or None if connected."""
+        with _database_errors(self._home):
             if not self._db.execute("select 1 from sqlite_master where name = 'contact'").fetchone():
                 return None  # written by an earlier version
             found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if found is None else found[0]
 
-    def boards(self) -> list[Board]:
-        """All boards, by name. One whose row this version cannot read is left out."""
-        with _doing(self._home):
+    def load_statuses(self) -> list[Board]:
+        """Return the statuses of all devices, sorted by name.
+
+        Rows that cannot be decoded are left out.
+        """
+        with _database_errors(self._home):
             rows = self._db.execute("select body from boards order by device").fetchall()
         found = []
         for (body,) in rows:
@@ -199,10 +202,10 @@ class BoardStore:
                 continue
         return found
 
-    def latest(self, now: float) -> dict[str, Reading]:
-        """Device -> its latest reading of the last FRESH_S seconds."""
+    def latest_readings(self, now: float) -> dict[str, Reading]:
+        """Return each device's latest reading, if not older than FRESH_S."""
         step, found = STEPS[0][0], dict[int, Reading]()
-        with _doing(self._home):
+        with _database_errors(self._home):
             devices = dict(self._db.execute("select id, device from boards"))
             at = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
             while at > now - FRESH_S and len(found) < len(devices):  # the newest have most boards
@@ -213,29 +216,32 @@ class BoardStore:
                 at -= step
         return {devices[board]: reading for board, reading in found.items() if board in devices}
 
-    def readings(self, device: str, begin: float, end: float) -> list[Reading]:
-        """Readings of a board between two times, in the finest step that reaches back so far, oldest first."""
+    def load_readings(self, device: str, begin: float, end: float) -> list[Reading]:
+        """Return a device's readings between two times, oldest first.
+
+        The resolution is the finest that is retained for so long an interval.
+        """
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
         at = range(int(begin) // step * step, int(end) + 1, step)
-        with _doing(self._home):
+        with _database_errors(self._home):
             found = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
-            rows = [] if found is None else [self._reading(step, each, found[0]) for each in at]
+            rows = [] if found is None else [self._load_row(step, each, found[0]) for each in at]
         return [Reading(*row) for row in rows if row is not None]
 
-    def _reading(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
+    def _load_row(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
         query = f"select at, {self._values} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
 
 
-def _empty() -> sqlite3.Connection:
+def _open_empty_database() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", check_same_thread=False)
     db.executescript(_SCHEMA)
     return db
 
 
 @contextmanager
-def _doing(home: Path) -> Iterator[None]:
+def _database_errors(home: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:

@@ -1,4 +1,4 @@
-"""Finite numbers in every state, and the device named in errors. `claims` checks what a device claims."""
+"""Checks of model states for finite numbers. Claims of devices are checked in `claims`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedquilt.core import UpdateError
 
 
 @contextmanager
-def named(device: str) -> Iterator[None]:
-    """Prefix the message of an UpdateError with the device's name, unless it is named already."""
+def name_device_in_errors(device: str) -> Iterator[None]:
+    """Prefix the message of an UpdateError with the device's name, unless already included."""
     try:
         yield
     except UpdateError as error:
@@ -26,17 +26,17 @@ def named(device: str) -> Iterator[None]:
         raise UpdateError(f"{device}: {said}") from None
 
 
-def require_state(state: Any, devices: tuple[str, ...]) -> None:
-    """Check a new state for finite numbers before it is stored.
+def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
+    """Raise UpdateError if a new state contains numbers that are not finite.
 
     Args:
-        state: dataclass of the method.
-        devices: ids of those whose updates it was made of.
+        state: State of the method, a dataclass.
+        devices: Ids of the devices whose updates were aggregated, for the error message.
 
     Raises:
-        UpdateError: a number is not finite; says where.
+        UpdateError: If a number is not finite.
     """
-    for at, value in _numbers(state, ""):
+    for at, value in _iterate_floats(state, ""):
         finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
         if not finite:
             some = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
@@ -46,8 +46,7 @@ def require_state(state: Any, devices: tuple[str, ...]) -> None:
             )
 
 
-def _numbers(value: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield every floating-point value of a state, arrays whole, with its name."""
+def _iterate_floats(value: Any, at: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, float | np.floating):
         yield at, value
     elif isinstance(value, np.ndarray):
@@ -55,10 +54,10 @@ def _numbers(value: Any, at: str) -> Iterator[tuple[str, Any]]:
             yield at, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _numbers(getattr(value, field.name), f"{at}.{field.name}".lstrip("."))
+            yield from _iterate_floats(getattr(value, field.name), f"{at}.{field.name}".lstrip("."))
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _numbers(each, f"{at}[{key!r}]")
+            yield from _iterate_floats(each, f"{at}[{key!r}]")
     elif isinstance(value, tuple | list):
         for index, each in enumerate(value):
-            yield from _numbers(each, f"{at}[{index}]")
+            yield from _iterate_floats(each, f"{at}[{index}]")

@@ -1,4 +1,7 @@
-"""Checksums of the database's rows. A fact's covers the fact before it of the same job too."""
+"""Checksums of database rows.
+
+The checksum of an event also covers the preceding event of the same job.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
 
 
-def link(before: bytes, job: str, at: float, body: str) -> bytes:
-    """Checksum of a fact that follows one with the checksum `before`."""
+def chain_checksum(before: bytes, job: str, at: float, body: str) -> bytes:
+    """Return the checksum of an event that follows an event with the checksum `before`."""
     return checksum(before, job, at, body)
 
 
 def checksum(*values: str | float | bytes) -> bytes:
-    """Checksum of a row's values."""
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]

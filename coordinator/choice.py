@@ -1,4 +1,4 @@
-"""Decide what happens next in a job, given the fleet: candidates are recorded before devices are selected."""
+"""Decision about a job's next event, from the state of the job and of the fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.job import Running
 
 
-def decide_for_fleet(
+def decide_next_event(
     job: Running,
     registry: Registry,
     at_work: Collection[str],
@@ -28,37 +28,39 @@ def decide_for_fleet(
     lost_s: float = 0.0,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyFact | None:
-    """Return the next event of a job, given the fleet, or None if nothing is due.
+    """Return the next event of a job, or None if nothing is due.
+
+    The event records changes in the eligible devices before it selects devices.
 
     Args:
-        job: the running one.
-        registry: of the fleet.
-        at_work: devices that work on a task of the running round.
-        now_s: seconds of the coordinator's clock.
-        busy: devices that are left to other jobs now.
-        most: number of devices that may be asked now.
-        late: whether the job has waited for so long as it may until its first round.
-        lost_s: seconds of the running attempt in which no device could be reached: it ends so much later.
-        gone: as of `rounds.decide`.
+        job: Active job.
+        registry: Devices of the fleet.
+        at_work: Devices that are working on a task of the running round.
+        now_s: Time of the coordinator's clock in seconds.
+        busy: Devices that the job must leave to other jobs now.
+        most: Number of devices that may be selected now.
+        late: Whether the time for starting the first round has passed.
+        lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
+        gone: Selected devices that are known to be offline or silent.
     """
-    fleet = registry.seen(now_s)
+    fleet = registry.device_views(now_s)
 
-    def ask(device: str) -> Ask:
-        return job.ask(device, registry.profile_of(device))
+    def workload_of(device: str) -> Ask:
+        return job.device_workload(device, registry.latest_profile(device))
 
-    passed = registry.barred(job.wants, now_s)
+    passed = registry.ineligible_devices(job.wants, now_s)
     free = fleet.keys() - passed.keys()
-    if short := rounds.devices_to_skip(job.rounds, free, ask, registry.agent_start_key):
+    if short := rounds.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
-    state = rounds.later(job.rounds, lost_s)
-    following = partial(rounds.decide, state, now_s, free | set(at_work), ask, taken, gone=gone)
+    state = rounds.delay_attempt(job.rounds, lost_s)
+    following = partial(rounds.decide_event, state, now_s, free | set(at_work), workload_of, taken, gone=gone)
     fact = following(most)
-    if fact is None and late and (ended := rounds.too_late(job.rounds, len(free))) is not None:
+    if fact is None and late and (ended := rounds.start_timeout_event(job.rounds, len(free))) is not None:
         return ended
     if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
-    spared = _spared(job, fact, free - taken, most, following)
+    spared = _devices_over_share(job, fact, free - taken, most, following)
     if taken and not isinstance(fact, Asked):  # a job that waits does not log each coming and going of other jobs
         taken = {device for device in taken if job.rounds.passed.get(device) == BUSY}
     if taken:
@@ -66,17 +68,16 @@ def decide_for_fleet(
     if spared:
         passed, free = {**passed, **dict.fromkeys(spared, SHARE)}, free - spared
     thrifty = job.job.cohort.prefer == "energy"
-    costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
-    noted = rounds.survey(job.rounds, free, passed, costs)
+    costs = cohort.energy_costs({device: fleet[device].profile for device in free}) if thrifty else {}
+    noted = rounds.eligibility_event(job.rounds, free, passed, costs)
     if noted is not None or not isinstance(fact, Asked):
         return noted or fact
-    return msgspec.structs.replace(fact, coverage=job.covered(fact, fleet))
+    return msgspec.structs.replace(fact, coverage=job.describe_coverage(fact, fleet))
 
 
-def _spared(
+def _devices_over_share(
     job: Running, fact: Asked | None, free: set[str], most: float, unlimited: Callable[[], AnyFact | None]
 ) -> set[str]:
-    """Free devices that would be asked now if more than `most` might be; while the job waits, those noted as such."""
     if fact is None:
         noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
         if noted or most >= 1:

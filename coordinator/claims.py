@@ -1,8 +1,8 @@
-"""Claims of devices, compared with what the coordinator knows. Pure.
+"""Plausibility checks of the values that devices report.
 
-What a device says of itself is a claim. The table in docs/security.md lists each field of each message that devices
-send: verified, bounded or informational. The bounds are wide: they stop what no device can have done, not a device that
-lies by a factor of two.
+The table in docs/security.md lists each field of each message that devices send: verified, bounded or informational.
+The bounds are wide. They reject values that are impossible for a device, not values that are wrong by a factor of two.
+Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ M = TypeVar("M", bound=Struct)
 
 
 class Bounds(NamedTuple):
-    """What the coordinator knows of a device when its update arrives."""
+    """Limits on the claims of a device, known when its update arrives."""
 
     ask: Ask = Ask()  # of its task
     limit_s: float = math.inf  # longest time that it can have worked on the task
@@ -64,13 +64,12 @@ class Bounds(NamedTuple):
 
 
 class DeviceNumbers(Struct):
-    """One number of each device of a job, as its weight, and the order of these numbers."""
+    """Weight (or number of examples) of each device of a job, and all weights in ascending order."""
 
     by_device: dict[str, float] = {}
     ascending: list[float] = []
 
     def set_number(self, device: str, number: float) -> None:
-        """Store a device's number in place of its previous one."""
         if (before := self.by_device.get(device)) is not None:
             del self.ascending[bisect_left(self.ascending, before)]
         self.by_device[device] = number
@@ -120,8 +119,8 @@ def _replace_in_texts(value: Any) -> Any:
     return [_replace_in_texts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
-    """Return the profile with its number of boards limited to the device's right, and 0 without a right."""
+def limit_profile(profile: Profile, right: SiteRight | None) -> Profile:
+    """Return the profile with its number of boards limited to the site right, or 0 without a right."""
     boards = min(profile.boards, right.most) if right is not None else 0
     return profile if boards == profile.boards else replace(profile, boards=boards)
 
@@ -130,9 +129,9 @@ def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
     """Return the longest time in seconds that a device can have worked on a task.
 
     Args:
-        waited_s: since it was asked, as far as this process knows.
-        deadline_s: of an attempt.
-        attempts: number of attempts so far.
+        waited_s: Seconds since the device was selected, as far as this process knows.
+        deadline_s: Deadline of an attempt in seconds.
+        attempts: Number of attempts so far.
     """
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
@@ -180,29 +179,29 @@ def require_plausible(update: Update, bounds: Bounds, *, work: bool) -> None:
     """Check that the metrics of an update and, if it is work, its weight are plausible.
 
     Args:
-        update: The update as the device sent it.
-        bounds: What is known of the device.
-        work: Whether the update is to be folded, and not of an evaluation alone.
+        update: Update as sent by the device.
+        bounds: Limits on the claims of the device.
+        work: Whether the update is to be folded. Otherwise it contains an evaluation only.
 
     Raises:
-        UpdateError: If the update cannot count.
+        UpdateError: If a value is implausible.
     """
-    require_metrics(update.metrics)
+    require_valid_metrics(update.metrics)
     for_boards = has_site_bundles(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
     most = bounds.reported * boards
     if update.evaluation is not None:
-        _require_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
+        _require_valid_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
     if work:
         _require_weight_within(update, bounds.examples * boards, update.usage.examples)
-        _require_speed(update, bounds)
+        _require_plausible_speed(update, bounds)
 
 
-def require_metrics(metrics: Mapping[str, float]) -> None:
+def require_valid_metrics(metrics: Mapping[str, float]) -> None:
     """Check the names and values of training metrics.
 
     Raises:
-        UpdateError: If there are too many, or one cannot be.
+        UpdateError: If there are more than MOST_METRICS, or a name or value is invalid.
     """
     if len(metrics) > MOST_METRICS:
         raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
@@ -216,7 +215,7 @@ def require_metrics(metrics: Mapping[str, float]) -> None:
             raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
 
 
-def _require_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, boards: int) -> None:
+def _require_valid_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, boards: int) -> None:
     if sums.examples > most:
         raise UpdateError(f"an evaluation on {sums.examples} examples, and {most:g} are the most")
     wanted = (bounds.task, bounds.outputs or sums.outputs)
@@ -225,26 +224,28 @@ def _require_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, board
             f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {wanted[1]} ({wanted[0]})"
         )
     metric = MAIN[sums.task]
-    odd = evaluation.inconsistency(sums) or evaluation.odd_devices(sums, boards, 1.0 if metric.share else math.inf)
+    odd = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
+        sums, boards, 1.0 if metric.share else math.inf
+    )
     if odd:
         raise UpdateError(f"its evaluation has {odd}")
 
 
-def require_site_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
-    """Check that a site may submit updates of these boards, and that no board's weight is too large.
+def require_site_right(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
+    """Check that a site may submit updates of these devices, and that no device's weight is too large.
 
     Raises:
-        UpdateError: If the site has no right to do so.
+        UpdateError: If the site has no right to submit them, or a weight or metric is invalid.
     """
     right = bounds.right
     if right is None:
         raise UpdateError(f"{update.device} has no right to speak for other devices")
     if len(parts) > right.most:
         raise UpdateError(f"{update.device} speaks for {len(parts)} boards, and may speak for {right.most}")
-    if uncovered := right.uncovered(part.device for part in parts):
+    if uncovered := right.unauthorized_devices(part.device for part in parts):
         raise UpdateError(f"{update.device} has no right to speak for {', '.join(uncovered[:5])}")
     for part in parts:
-        require_metrics(part.metrics)
+        require_valid_metrics(part.metrics)
         if part.weight > bounds.examples:
             raise UpdateError(_weight_problem(part.device, part.weight, bounds.examples))
     _require_weight_within(update, len(parts) * bounds.examples, None)
@@ -265,8 +266,7 @@ def _weight_problem(device: str, weight: float, most: float) -> str:
     )
 
 
-def _require_speed(update: Update, bounds: Bounds) -> None:
-    """Raise UpdateError if the weight needs more than FASTER times the computing speed of the profile."""
+def _require_plausible_speed(update: Update, bounds: Bounds) -> None:
     ask, limit_s = bounds.ask, bounds.limit_s
     each = ask.work.flops_per_example
     speed = max((point.flops_per_s or 0.0 for point in ask.profile.points), default=0.0) if ask.profile else 0.0

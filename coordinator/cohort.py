@@ -1,13 +1,14 @@
-"""Selection of a round's devices: drawn from (seed, round), the same on every machine and after every restart.
+"""Random selection of a round's cohort, which depends on the seed and the round alone.
 
-Every device draws a number from (seed, round, its own id), and the smallest win; so the presence of other devices
-changes no device's draw. With `prefer = "energy"` the draw is weighted: a device that needs twice the
-joules for the same work is drawn half as often, in the long run (exponential keys: Efraimidis and
-Spirakis, Weighted random sampling with a reservoir, IPL 97, 2006).
+The selection is the same on every machine and after every restart. Every device draws a number from (seed, round, its
+id), and the devices with the smallest numbers are selected. So the presence of other devices changes no device's draw.
+With `prefer = "energy"` the draw is weighted: a device that needs twice the joules for the same work is selected half
+as often in the long run (exponential keys: Efraimidis and Spirakis, Weighted random sampling with a reservoir, IPL 97,
+2006).
 
-Fairness holds whatever the draws: a turn is the number of rounds needed to ask every device once, and
-devices that have not been asked for `turns` of them go first, the longest waiting before the others. So
-no device that is always present waits for more than `turns` + 1 turns.
+A turn is the number of rounds needed to select every device once. Devices that have not been selected for `turns`
+turns precede all other devices, the longest waiting first. So no device that is always present waits for more than
+`turns` + 1 turns, for any draws.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from itertools import islice
 from fedquilt.core import Profile, derive_seeds
 
 
-def sample(
+def select_cohort(
     seed: int,
     round: int,
     eligible: Collection[str],
@@ -33,17 +34,20 @@ def sample(
     since: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> tuple[str, ...]:
-    """Sample up to `count` of the eligible devices, sorted; arguments as of `places`."""
+    """Select up to `count` of the eligible devices, sorted by id.
+
+    Arguments are as for `rank_devices`.
+    """
     count = max(count, 0)
-    if not costs and _late(turns, eligible, count) > round:  # the draws alone decide
+    if not costs and _overdue_rounds(turns, eligible, count) > round:  # the draws alone decide
         able = eligible if isinstance(eligible, AbstractSet) else frozenset(eligible)
-        drawn = draws(seed, round, eligible)
+        drawn = draw_numbers(seed, round, eligible)
         return tuple(sorted(islice((device for device in drawn if device in able), count)))
-    keys = _keys(seed, round, eligible, count, costs, since, turns)
+    keys = _selection_keys(seed, round, eligible, count, costs, since, turns)
     return tuple(sorted(device for _, _, device in heapq.nsmallest(count, keys)))
 
 
-def places(
+def rank_devices(
     seed: int,
     round: int,
     eligible: Collection[str],
@@ -53,20 +57,26 @@ def places(
     since: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> list[str]:
-    """Order of selection of the eligible devices.
+    """Return the eligible devices in the order of selection.
 
-    `costs` is `joules_per_flop` where it is known and applies (unknown ones count as the median), `since`
-    the round in which a device was last asked, or first could have been.
+    Args:
+        seed: Seed of the job.
+        round: Number of the round.
+        eligible: Devices to rank.
+        count: Size of the cohort.
+        costs: `joules_per_flop` by device, where the job prefers by energy. Missing values count as the median.
+        since: Round in which a device was last selected, or first eligible.
+        turns: Turns after which a device that was not selected precedes all other devices.
     """
-    return [device for _, _, device in sorted(_keys(seed, round, eligible, count, costs, since, turns))]
+    return [device for _, _, device in sorted(_selection_keys(seed, round, eligible, count, costs, since, turns))]
 
 
-def draws(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
-    """Numbers that at least these devices draw in a round, the smallest first.
+def draw_numbers(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
+    """Return the numbers that devices draw in a round, in ascending order.
 
-    Each is computed once, and they are sorted once, also before they are needed.
+    The result may include more devices, as numbers are cached. A call ahead of the selection saves time.
     """
-    known = _drawn(seed, round)
+    known = _number_cache(seed, round)
     if new := [device for device in devices if device not in known]:
         numbers = [*known.items(), *zip(new, derive_seeds(("cohort", seed, round), new), strict=True)]
         known.clear()
@@ -75,11 +85,11 @@ def draws(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=8)  # of each job the running round, and the next one
-def _drawn(seed: int, round: int) -> dict[str, int]:
+def _number_cache(seed: int, round: int) -> dict[str, int]:
     return {}
 
 
-def _keys(
+def _selection_keys(
     seed: int,
     round: int,
     eligible: Collection[str],
@@ -88,10 +98,9 @@ def _keys(
     since: Mapping[str, int],
     turns: float,
 ) -> list[tuple[int, float, str]]:
-    """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
-    late = _late(turns, eligible, count)
+    late = _overdue_rounds(turns, eligible, count)
     middling = statistics.median(costs.values()) if costs else 1.0
-    drawn = draws(seed, round, eligible)
+    drawn = draw_numbers(seed, round, eligible)
     keys: list[tuple[int, float, str]] = [(0, drawn[device], device) for device in eligible]
     if costs:  # else the draws themselves have the order of the exponential keys
         keys = [
@@ -104,18 +113,17 @@ def _keys(
     return keys
 
 
-def _late(turns: float, eligible: Collection[str], count: int) -> float:
-    """Rounds after which a device that was not asked goes first."""
+def _overdue_rounds(turns: float, eligible: Collection[str], count: int) -> float:
     return turns * len(eligible) / count if count > 0 else math.inf
 
 
 def joules_per_flop(profile: Profile | None) -> float | None:
-    """Energy of one FLOP at the board's most efficient point; None: its profile has no usable numbers."""
+    """Return the energy of one FLOP at the device's most efficient point, or None if unknown."""
     known = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
     return min((cost for cost in known if 1e-100 < cost < 1e100), default=None)
 
 
-def costs(profiles: Mapping[str, Profile | None]) -> dict[str, float]:
-    """`joules_per_flop` of each device where known, to three digits: as a job's log stores it."""
+def energy_costs(profiles: Mapping[str, Profile | None]) -> dict[str, float]:
+    """Return `joules_per_flop` by device where known, rounded to three digits for the event log."""
     known = {device: joules_per_flop(profile) for device, profile in profiles.items()}
     return {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}

@@ -1,10 +1,11 @@
-"""How much of the coordinator's time each device takes: a device that floods is slowed, then set aside by name.
+"""Rate limiter that slows devices which send too much, and then blocks them for a while.
 
-Pure: what came and when goes in, what to do about it comes out. Costs are in seconds of work, as estimated from what
-a message makes the coordinator do; each device may take RATE of them for good, and BURST_S at once. What the
-coordinator wants of it pays for itself: a round for the messages that it takes, a chunk of a model that is sent for the
-first time for the request. What comes beyond is dropped: everything in the protocol is sent again, so an honest
-device is only slower. Who goes on all the same is left unread for a while.
+Costs are seconds of work, estimated from the handling of a message. Each device may permanently use RATE of the
+coordinator's time, and BURST_S at once. Work that the coordinator requests is credited: a round's task pays for its
+messages, and a model chunk that is sent for the first time pays for its request. Messages above the limit are dropped.
+The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for ASIDE_S.
+
+Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ class _Account:
 
 @dataclass
 class Conduct:
-    """Accounts of all devices. A device that has taken nothing of late is not remembered."""
+    """Token bucket of each device. Full buckets are removed from time to time."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
     _most: int = 1024  # accounts before one looks which can be let go of
 
-    def message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """What to do with a message of so many bytes; `cost_s` is what it costs beside them."""
-        account = self._at(device, now_s)
+    def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
+        """Decide whether to process a message.
+
+        Args:
+            device: Id of the device.
+            size: Bytes of the message.
+            now_s: Time of the coordinator's clock in seconds.
+            cost_s: Seconds of work that do not depend on the size.
+        """
+        account = self._refill_bucket(device, now_s)
         if now_s < account.until_s:
             return "dropped"
         if account.left_s >= 0:
@@ -59,27 +67,26 @@ class Conduct:
             return "aside"
         return "slowed" if account.dropped == 1 else "dropped"
 
-    def took(self, device: str, seconds: float, now_s: float) -> None:
-        """A device has made the coordinator work for so long beside its messages; less than 0: it is granted so much.
+    def charge_time(self, device: str, seconds: float, now_s: float) -> None:
+        """Charge processing time to a device's bucket. Negative values are credits.
 
-        It owes BURST_S at the most, and has no more.
+        The bucket stays between -BURST_S and BURST_S.
         """
-        account = self._at(device, now_s)
+        account = self._refill_bucket(device, now_s)
         account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
 
-    def _at(self, device: str, now_s: float) -> _Account:
+    def _refill_bucket(self, device: str, now_s: float) -> _Account:
         account = self._accounts.get(device)
         if account is None:
             if len(self._accounts) >= self._most:
-                self._forget(now_s)
+                self._remove_full_buckets(now_s)
                 self._most = max(1024, 2 * len(self._accounts))  # a look takes as long as there are accounts
             account = self._accounts[device] = _Account(at_s=now_s)
         account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
         account.at_s = now_s
         return account
 
-    def _forget(self, now_s: float) -> None:
-        """Let go of the accounts that are as a new one would be."""
+    def _remove_full_buckets(self, now_s: float) -> None:
         for device, account in list(self._accounts.items()):
             full = account.left_s + RATE * (now_s - account.at_s) >= BURST_S
             if full and now_s >= max(account.until_s, account.dropped_s + CALM_S):

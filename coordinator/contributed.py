@@ -1,4 +1,4 @@
-"""Rounds that a device contributed to, a bit for each: 10,000 rounds take 1.3 kB, and a question takes no search."""
+"""Set of round numbers as a bitmap: 10,000 rounds need 1.3 kB."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import overload
 
 
 class Contributed(Sequence[int]):
-    """Numbers of rounds, ascending. A value: `plus` returns another one.
+    """Immutable sequence of round numbers in ascending order, stored as a bitmap.
 
     Args:
-        bits: bit r is set if round r is one of them.
+        bits: Integer whose bit r is set if round r is included.
     """
 
     __slots__ = ("_bits",)
@@ -19,25 +19,22 @@ class Contributed(Sequence[int]):
         self._bits = bits
 
     @staticmethod
-    def unpack(packed: bytes) -> Contributed:
-        """Rounds from the bytes that `packed` returned."""
+    def from_bytes(packed: bytes) -> Contributed:
         return Contributed(int.from_bytes(packed, "little"))
 
-    def packed(self) -> bytes:
-        """The bits, the first round's lowest in the first byte."""
+    def to_bytes(self) -> bytes:
+        """Return the bitmap as bytes, with round 0 in the lowest bit of the first byte."""
         return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
 
-    def plus(self, round: int) -> Contributed:
-        """These rounds and one more."""
+    def with_round(self, round: int) -> Contributed:
         return Contributed(self._bits | 1 << round)
 
-    def before(self, round: int) -> Contributed:
-        """Those of these rounds that came before one."""
+    def rounds_before(self, round: int) -> Contributed:
         return Contributed(self._bits & (1 << round) - 1)
 
     @property
-    def last(self) -> int | None:
-        """The highest number; None: there is none."""
+    def last_round(self) -> int | None:
+        """Highest round number, or None if the bitmap is empty."""
         return self._bits.bit_length() - 1 if self._bits else None
 
     def __contains__(self, round: object) -> bool:

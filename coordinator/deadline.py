@@ -1,25 +1,25 @@
-"""Deadline of a round, computed when it opens from profiles and from the durations of earlier rounds.
+"""Deadline of a round, computed when the round opens from device profiles and earlier durations.
 
-Pure functions of `Took`, the durations of each device's last rounds, and `Ask`, the work of each of the round's
-devices. Policies, `[cohort] deadline`:
+Pure functions of `Took`, the durations of each device's recent tasks, and `Ask`, the work of each selected device.
+Policies, `[cohort] deadline`:
     fixed      `deadline_s`
-    predicted  the time that each device's profile predicts at its fastest point, times the ratio of its own
-               recent tasks to that prediction, with their spread: its 90th percentile. Of these a high
-               percentile over the devices asked, plus `slack`. Without a profile: the device's own pace
+    predicted  Per device, the time that its profile predicts at the fastest operating point, times the ratio of its
+               recent tasks to that prediction, at the 90th percentile. The deadline is a high percentile of these
+               times over the cohort, plus `slack`. Without a profile, the device's own pace is used
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
-               ratio of work, which the paper's depth factor mu and pool factor sigma express. It never
-               falls once devices slow down until they just meet it; kept for comparison
-    energy     the time that needs the fewest joules of all boards asked, waiting included, with epochs moved to
-               boards that need fewer where the method allows it: `energy_plan`. Times are those of "predicted", at
-               every point. A board without known joules keeps its epochs and its time. At the first round, or
-               without profiles, it is "predicted"
+               ratio of work, which the paper expresses by the depth factor mu and the pool factor sigma. This
+               deadline never falls once devices slow down until they just meet it. Kept for comparison
+    energy     The time that needs the fewest joules of the cohort, idle energy included. Where the method allows it,
+               epochs move to devices that need fewer joules: `energy_plan`. Times are those of "predicted", at
+               every operating point. A device without known joules keeps its epochs and its time. In the first
+               round, or without profiles, the policy is "predicted"
 
-A time runs from the request to the answer, transfers included, as the deadline bounds both.
-With a profile, the time outside the task is separate, as it does not grow with the work; and a task's
-time is compared with the profile at the point at which the board was held, so that boards which slow down
-to meet a deadline do not lengthen the next one. No prediction exceeds `deadline_s`, and when one passes
-without a quorum the round continues until there is one, or until `deadline_s`: a prediction can end a round
-earlier than "fixed", and never fails one that "fixed" would complete.
+A duration runs from the selection of the device to the arrival of its update, transfers included. With a profile, the
+time outside the task is separate, as it does not grow with the work. The time of a task is compared with the profile
+at the operating point that was used, so that devices which slow down to meet a deadline do not lengthen the next
+deadline. No prediction exceeds `deadline_s`. If a predicted deadline passes without a quorum, the round continues
+until there is a quorum, or until `deadline_s`. So a prediction can end a round earlier than "fixed", and never fails a
+round that "fixed" would complete.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ ASSUMED = cost_model.Link(bytes_per_s=1e6)  # until the fleet has shown what tra
 
 
 class Took(NamedTuple):
-    """Duration of one device's part in one round."""
-
     round: int
     seconds: float  # from request to the arrival of its update
-    work: float  # `Ask.amount` of its task
+    work: float  # `Ask.work_amount` of its task
     busy_s: float = 0.0  # part of `seconds` within the task itself
     expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
     examples: int = 1  # of the device's own, that `expected_s` counts
@@ -60,49 +58,47 @@ class Took(NamedTuple):
 
     @property
     def rest_s(self) -> float:
-        """Seconds outside the task itself: transfers, mostly."""
+        """Seconds outside the task itself, mostly for transfers."""
         return max(self.seconds - self.busy_s, 0.0)
 
 
 class Ask(NamedTuple):
-    """Work of one device in a round: what determines its duration."""
-
     work: Work = Work()
     profile: Profile | None = None
     bytes: int = 0  # of blobs, some of which the device may have
     epochs: int = 0  # in `work`, where the method lets devices train for unequal numbers of them; 0: it does not
     epoch: Work = Work()  # one of them, the only part of `work` that grows with their number
 
-    def trained_for(self, epochs: int) -> Ask:
-        """The same task with another number of epochs."""
+    def with_epochs(self, epochs: int) -> Ask:
         more = epochs - self.epochs
         sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDED}
         return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
 
     @property
-    def amount(self) -> float:
-        """Work as one number; 1 where the method predicts none, so that all rounds count alike."""
-        return amount(self.work) or 1.0
+    def work_amount(self) -> float:
+        """Work as one number, or 1 if the method predicts no work, so that all rounds count alike."""
+        return work_amount(self.work) or 1.0
 
-    def expected_s(self, examples: int = 1) -> float | None:
-        """Duration predicted by the board's profile at its fastest point, with so many examples of the device's own."""
-        return expected_s(self.work, self.profile, examples=examples)
+    def predict_duration_s(self, examples: int = 1) -> float | None:
+        """Return the duration predicted by the device's profile at its fastest point, or None."""
+        return predict_duration_s(self.work, self.profile, examples=examples)
 
 
 class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory that a device lacked. 0 and None: not known."""
+    """Requirements of a task for which a device lacked memory. 0 and None mean unknown."""
 
     peak_bytes: int = 0
     flops: float = 0.0
     budget_bytes: int | None = None
 
     @staticmethod
-    def of(ask: Ask) -> Short:
-        """Requirements of a task on a device."""
-        return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
+    def from_workload(ask: Ask) -> Short:
+        return Short(
+            ask.work.peak_bytes, ask.work.total_for_examples(1).flops, ask.profile.budget_bytes if ask.profile else None
+        )
 
-    def same(self, other: Short) -> bool:
-        """Whether memory and work are no better than in `other`, so that the answer would be the same."""
+    def is_at_least(self, other: Short) -> bool:
+        """Return whether the requirement is no lower than `other`, for the same memory budget."""
         if self.budget_bytes != other.budget_bytes:
             return False
         if self.peak_bytes and other.peak_bytes:
@@ -114,22 +110,28 @@ Known: TypeAlias = Mapping[str, tuple[Took, ...]]  # device -> its last rounds, 
 Asks: TypeAlias = Mapping[str, Ask]
 
 
-def timed(
+def add_update_duration(
     known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
 ) -> Known:
-    """Durations with that of an answer, whose fact says `took_s` and `expected_s`; `work` is `Ask.amount` by device."""
+    """Return the known durations with that of an accepted update.
+
+    Args:
+        known: Recent durations of each device.
+        update: Accepted update.
+        work: Amount of work by device, as `Ask.work_amount`.
+        took_s: Seconds from the selection of the device to the update. None leaves `known` unchanged.
+        expected_s: Duration predicted by the device's profile, or None.
+    """
     if took_s is None:
         return known
     usage = update.usage
     amount = work.get(update.device, 1.0)
     moved = usage.down_bytes + usage.up_bytes
     took = Took(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, moved)
-    return noted(known, update.device, took)
+    return add_duration(known, update.device, took)
 
 
 class Allowed(NamedTuple):
-    """What a rule decides for a round."""
-
     seconds: float | None = None  # until its deadline; None: `deadline_s`, for lack of a prediction
     epochs: Mapping[str, int] = {}  # device -> epochs, where they are not those of `Ask`
 
@@ -137,57 +139,66 @@ class Allowed(NamedTuple):
 Policy: TypeAlias = Callable[[Cohort, Known, Asks], Allowed]
 
 
-def amount(work: Work) -> float:
-    """Work as one number: operations, as if a device had as many examples of its own as the task uses at most, or one.
+def work_amount(work: Work) -> float:
+    """Return the operations of a task with as many examples as the task may use, or with one.
 
     Only the device knows how many it has; its measured pace makes up for that.
     """
-    return work.on(work.examples or 1).flops
+    return work.total_for_examples(work.examples or 1).flops
 
 
-def expected_s(work: Work, profile: Profile | None, point: str | None = None, examples: int = 1) -> float | None:
-    """Duration of a task that a profile predicts at one of its points, or at the fastest; None: no prediction.
+def predict_duration_s(
+    work: Work, profile: Profile | None, point: str | None = None, examples: int = 1
+) -> float | None:
+    """Return the duration of a task that a profile predicts, or None without a prediction.
 
-    `point` is as in `Usage`: None where the board's own governor was active, which mostly means the fastest;
-    "a, then b" where it changed during the task, in unknown shares: their mean. `examples`: the device's own.
+    Args:
+        work: Work of the task.
+        profile: Profile of the device, or None.
+        point: Operating point as in `Usage`. None selects the fastest point. "a, then b" means that the point changed
+            during the task, and the mean is predicted.
+        examples: Number of the device's own examples.
     """
     points: Sequence[OperatingPoint] = profile.points if profile else ()
-    work = work.on(examples)
+    work = work.total_for_examples(examples)
     if point is None:
-        every = [cost_model.seconds(work, each) for each in points]
+        every = [cost_model.work_seconds(work, each) for each in points]
         return min((time for time in every if time is not None), default=None)
     named = {each.name: each for each in points}
     held = [named.get(name) for name in point.split(", then ")]
-    times = [None if each is None else cost_model.seconds(work, each) for each in held]
+    times = [None if each is None else cost_model.work_seconds(work, each) for each in held]
     found = [time for time in times if time is not None]
     return statistics.fmean(found) if len(found) == len(times) else None
 
 
-def noted(known: Known, device: str, took: Took) -> Known:
-    """Durations with one more answer."""
+def add_duration(known: Known, device: str, took: Took) -> Known:
+    """Return the known durations with one more of a device.
+
+    The RECENT latest durations are kept.
+    """
     return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
 
 
-def allowed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
-    """Decide a round with these tasks by the cohort's rule: never less than FLOOR_S or more than `deadline_s`."""
+def decide_deadline(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide a round's deadline by the cohort's policy, between FLOOR_S and `deadline_s`."""
     found = POLICIES[cohort.deadline](cohort, known, asked)
     if found.seconds is None:
         return found
     return found._replace(seconds=min(max(found.seconds, FLOOR_S), cohort.deadline_s))
 
 
-def fixed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
-    """No prediction: `deadline_s` applies."""
+def decide_fixed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide nothing, so that the cohort's `deadline_s` applies."""
     return Allowed()
 
 
 # -- predicted ------------------------------------------------------------------------------------
 
 
-def predicted(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
-    """Prediction for the round: a high percentile over devices of their 90th percentiles, plus slack."""
-    fleet = Fleet.of(known)
-    found = [_upper_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
+def decide_by_prediction(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide a high percentile over devices of their 90th percentile durations, plus slack."""
+    fleet = Fleet.from_durations(known)
+    found = [_predict_p90_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
     if not times or len(times) < len(found):
         return Allowed()
@@ -196,7 +207,7 @@ def predicted(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
 
 
 class Fleet(NamedTuple):
-    """Assumptions about a device that has not answered, from those that have."""
+    """Statistics of the fleet's durations, for devices without any."""
 
     logs: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
@@ -204,59 +215,58 @@ class Fleet(NamedTuple):
     examples: int = 0  # most that a device has; 0: none has told
     link: cost_model.Link = ASSUMED
 
-    def fetch_s(self, ask: Ask) -> float:
-        """Time outside the task of a device that has not answered: as others', and as its bytes will take."""
-        return max(self.rest_s, self.link.seconds(ask.bytes))
+    def predict_rest_s(self, ask: Ask) -> float:
+        """Return the seconds outside the task to expect for a device without known durations."""
+        return max(self.rest_s, self.link.transfer_seconds(ask.bytes))
 
-    def examples_of(self, took: Sequence[Took], ask: Ask) -> int:
-        """Examples of a device's own: as it told, else the most of another, else as many as the task uses."""
+    def assumed_examples(self, took: Sequence[Took], ask: Ask) -> int:
+        """Return a device's number of examples: reported, else the fleet's largest, else the task's."""
         told = took[-1].examples if took else self.examples
         return told or ask.work.examples or 1
 
     @staticmethod
-    def of(known: Known) -> Fleet:
-        """Summarise the durations of all devices."""
-        logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
-        rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
+    def from_durations(known: Known) -> Fleet:
+        logs = tuple(statistics.median(own) for took in known.values() if (own := _log_ratios(took)))
+        rest_s = max((_longest_rest_s(took) for took in known.values()), default=0.0)
         examples = max((each.examples for took in known.values() for each in took), default=0)
-        slowest = max((pace(took) for took in known.values()), default=None)
-        link = cost_model.Link.measured([(each.bytes, each.rest_s) for took in known.values() for each in took])
+        slowest = max((slowest_pace(took) for took in known.values()), default=None)
+        link = cost_model.Link.fit_link([(each.bytes, each.rest_s) for took in known.values() for each in took])
         return Fleet(logs, rest_s, slowest, examples, link or ASSUMED)
 
 
-def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
-    """Time that a device exceeds once in ten rounds; None: nothing to predict it from."""
-    base_s, own = ask.expected_s(fleet.examples_of(took, ask)), _logs(took)
+def _predict_p90_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
+    """Return the seconds that a device exceeds once in ten rounds, or None without any data."""
+    base_s, own = ask.predict_duration_s(fleet.assumed_examples(took, ask)), _log_ratios(took)
     if base_s is not None and own:
-        return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
+        return _longest_rest_s(took) + base_s * _p90_ratio(own, OWN_SPREAD)
     if took:
-        return pace(took) * ask.amount
+        return slowest_pace(took) * ask.work_amount
     if base_s is not None and fleet.logs:
-        return fleet.fetch_s(ask) + base_s * _p90(fleet.logs, FLEET_SPREAD)
+        return fleet.predict_rest_s(ask) + base_s * _p90_ratio(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
-        return fleet.pace_s * ask.amount
+        return fleet.pace_s * ask.work_amount
     if base_s is not None and (ask.work.examples or not ask.work.flops_per_example):  # else it is half a prediction
-        return fleet.fetch_s(ask) + base_s * _p90((), FLEET_SPREAD)
+        return fleet.predict_rest_s(ask) + base_s * _p90_ratio((), FLEET_SPREAD)
     return None
 
 
-def pace(took: Sequence[Took]) -> float:
-    """Seconds of a device per unit of work: the slowest of its last rounds."""
+def slowest_pace(took: Sequence[Took]) -> float:
+    """Return the seconds per unit of work in the slowest recent task of a device."""
     return max(each.seconds / each.work for each in took)
 
 
-def _rest_s(took: Sequence[Took]) -> float:
+def _longest_rest_s(took: Sequence[Took]) -> float:
     return max(each.rest_s for each in took)
 
 
-def _logs(took: Sequence[Took]) -> list[float]:
+def _log_ratios(took: Sequence[Took]) -> list[float]:
     return [math.log(each.busy_s / each.expected_s) for each in took if each.expected_s and each.busy_s > 0]
 
 
-def _p90(logs: Sequence[float], spread: float) -> float:
-    """90th percentile of the next ratio after these, as of a log-normal around their median.
+def _p90_ratio(logs: Sequence[float], spread: float) -> float:
+    """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
 
-    Its variance combines theirs and `spread` squared, the latter with the weight of PRIOR observations.
+    The variance combines that of the ratios and the square of `spread`, which has the weight of PRIOR observations.
     """
     if not logs:
         return math.exp(Z90 * spread)
@@ -269,82 +279,83 @@ def _p90(logs: Sequence[float], spread: float) -> float:
 # -- paper ----------------------------------------------------------------------------------------
 
 
-def paper(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
-    """Slowest time of the last round, times the ratio of this round's work to that one's (FedStitch, section 4.4)."""
+def decide_by_paper(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide the slowest duration of the last round, times the ratio of work (FedStitch, section 4.4)."""
     every = [each for took in known.values() for each in took]
     if not every:
         return Allowed()
     last = max(each.round for each in every)
     before = [each for each in every if each.round == last]
-    ratio = max(ask.amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
+    ratio = max(ask.work_amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
     return Allowed(max(each.seconds for each in before) * ratio)
 
 
 # -- energy ---------------------------------------------------------------------------------------
 
 
-def energy(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
-    """The plan of fewest joules within the cohort's seconds, or the shortest within its joules."""
+def decide_by_energy(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide the plan of fewest joules within the time limit, or the shortest within the joule limit."""
     problem = energy_problem(cohort, known, asked)
-    plan = problem and energy_planned(cohort, *problem)
+    plan = problem and plan_energy(cohort, *problem)
     if not plan:
-        return predicted(cohort, known, asked)
+        return decide_by_prediction(cohort, known, asked)
     moved = {device: plan.epochs[device] for device, ask in asked.items() if ask.epochs not in (0, plan.epochs[device])}
     return Allowed(plan.seconds, moved)
 
 
-def energy_planned(cohort: Cohort, boards: Mapping[str, energy_plan.Board], passes: int) -> energy_plan.Plan | None:
-    """The plan of a cohort's bounds, for what `energy_problem` says; None: there is none."""
+def plan_energy(cohort: Cohort, boards: Mapping[str, energy_plan.Board], passes: int) -> energy_plan.Plan | None:
+    """Return the energy plan within the cohort's limits, or None.
+
+    `boards` and `passes` are from `energy_problem`.
+    """
     if cohort.joules_per_round is not None:
-        return energy_plan.least_seconds(boards, passes, cohort.joules_per_round)
-    return energy_plan.least_joules(boards, passes, min(cohort.seconds_per_round or math.inf, cohort.deadline_s))
+        return energy_plan.plan_least_time(boards, passes, cohort.joules_per_round)
+    return energy_plan.plan_least_energy(boards, passes, min(cohort.seconds_per_round or math.inf, cohort.deadline_s))
 
 
 def energy_problem(cohort: Cohort, known: Known, asked: Asks) -> tuple[dict[str, energy_plan.Board], int] | None:
-    """Choices of each board, and how many examples the cohort goes through.
+    """Return each device's options, and the examples to train on in total over all epochs.
 
-    None: of one of the boards no time can be predicted, or of none the joules.
+    The result is None if the duration of some device, or the joules of all devices, cannot be predicted.
     """
-    fleet, boards, priced = Fleet.of(known), {}, False
+    fleet, boards, priced = Fleet.from_durations(known), {}, False
     for device, ask in asked.items():
         took = known.get(device, ())
-        choices = _choices(cohort, took, ask, fleet)
+        choices = _energy_options(cohort, took, ask, fleet)
         priced = priced or bool(choices)
-        if not choices and (upper_s := _upper_s(took, ask, fleet)) is not None:
+        if not choices and (upper_s := _predict_p90_s(took, ask, fleet)) is not None:
             choices = (energy_plan.Choice(upper_s, 0.0, ask.epochs or 1),)
         if not choices:
             return None
-        examples = fleet.examples_of(took, ask)
+        examples = fleet.assumed_examples(took, ask)
         idle_w = ask.profile.idle_w if ask.profile else None
         boards[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
     passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
     return (boards, passes) if priced else None
 
 
-def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tuple[energy_plan.Choice, ...]:
-    """Times and joules above idle at each point of a board, for each number of epochs; (): not known.
-
-    Points that another one beats in both are left out. A device that has not answered keeps its epochs.
-    """
-    own = _logs(took)
+def _energy_options(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tuple[energy_plan.Choice, ...]:
+    # A device without known durations keeps its epochs. Operating points that are both slower and costlier than another
+    # point are left out.
+    own = _log_ratios(took)
     logs = own or fleet.logs
     if ask.profile is None or not logs:
         return ()
     spread = OWN_SPREAD if own else FLEET_SPREAD
-    rest_s = _rest_s(took) if took else fleet.fetch_s(ask)
-    middle, high = math.exp(statistics.median(logs)), _p90(logs, spread)
-    examples, idle_w = fleet.examples_of(took, ask), ask.profile.idle_w or 0.0
+    rest_s = _longest_rest_s(took) if took else fleet.predict_rest_s(ask)
+    middle, high = math.exp(statistics.median(logs)), _p90_ratio(logs, spread)
+    examples, idle_w = fleet.assumed_examples(took, ask), ask.profile.idle_w or 0.0
     points: list[OperatingPoint] = list(ask.profile.points)
     found: list[energy_plan.Choice] = []
     most = int(ask.epochs * cohort.most_work) if own else ask.epochs
     numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
     for epochs in numbers:
-        work = (ask.trained_for(epochs) if epochs else ask).work.on(examples)
-        timed = [(cost_model.seconds(work, point), point) for point in points if point.busy_w is not None]
+        work = (ask.with_epochs(epochs) if epochs else ask).work.total_for_examples(examples)
+        timed = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
         rising = sorted(((each_s, point) for each_s, point in timed if each_s is not None), key=lambda each: each[0])
         points, least = [], math.inf
         for each_s, point in rising:
-            above_j = max((cost_model.joules(each_s, point) or 0.0) - idle_w * each_s, 0.0) * middle
+            above_j = max((cost_model.work_joules(each_s, point) or 0.0) - idle_w * each_s, 0.0) * middle
             if above_j < least:
                 least = above_j
                 points.append(point)
@@ -352,4 +363,9 @@ def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tu
     return tuple(found)
 
 
-POLICIES: Mapping[str, Policy] = {"fixed": fixed, "predicted": predicted, "paper": paper, "energy": energy}
+POLICIES: Mapping[str, Policy] = {
+    "fixed": decide_fixed,
+    "predicted": decide_by_prediction,
+    "paper": decide_by_paper,
+    "energy": decide_by_energy,
+}

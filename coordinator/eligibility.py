@@ -1,9 +1,7 @@
-"""Reasons why a device cannot be asked now, one code each, so that the log can hold them for thousands of devices.
+"""Reasons why a device cannot be selected, as short codes for the event log.
 
-`told` gives a code's sentence.
-
-Pure functions of the registry's view of a device and a job's requirements. Unknown values exclude nobody:
-a board without a battery or a thermal sensor is not asked for one.
+`reason_text` returns the sentence for a code. Pure functions of the registry's view of a device and of a job's
+requirements. Unknown values exclude no device: a device without a battery or a temperature sensor is eligible.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ ABLE: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "c
 
 
 class Seen(NamedTuple):
-    """State of a device at this moment."""
-
     online: bool
     profile: Profile | None = None
     telemetry: Telemetry | None = None  # None: no recent report
@@ -58,19 +54,22 @@ class Seen(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """Requirements of a job on a device."""
-
     engines: tuple[str, ...]
     cohort: Cohort
     codec: str = "raw"
-    plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.needs`, as pairs
+    plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.required_modules`, as pairs
 
 
 Check: TypeAlias = Callable[[Seen, Wants], str | None]
 
 
-def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | None = None) -> dict[str, str]:
-    """Device -> code of the first reason that holds; `told` gives the sentence. Devices without one can be asked."""
+def ineligibility_reasons(
+    fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | None = None
+) -> dict[str, str]:
+    """Return the code of the first reason that applies, by device.
+
+    Eligible devices are left out.
+    """
     found = {}
     for device, seen in fleet.items():
         for check in checks or CHECKS:
@@ -81,13 +80,12 @@ def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | N
     return found
 
 
-def key(code: str) -> str:
-    """Key of REASONS that a code belongs to."""
+def reason_key(code: str) -> str:
     return code.partition(" ")[0]
 
 
-def told(code: str) -> str:
-    """Sentence for a code: a key of REASONS, or a package that `_plugin` found wanting."""
+def reason_text(code: str) -> str:
+    """Return the sentence for a code, or the code itself if unknown."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
@@ -99,14 +97,16 @@ def told(code: str) -> str:
     return f"has package {package} {found}, and the job needs {wanted}: install the same content there"
 
 
-def _plugin(seen: Seen, wants: Wants) -> str | None:
-    """Code for a missing or different package, with both versions and the start of their digests; None: all fit."""
+def _plugin_code(seen: Seen, wants: Wants) -> str | None:
+    """Return "plugin PACKAGE|REQUIRED|FOUND" for a missing or different package, or None."""
     if seen.profile is None:
         return None
     for module, proof in wants.plugins:
         found = seen.profile.versions.get(f"plugin {module}", "")
         if found != proof:
-            return f"plugin {proof.split(' ')[0]}|{plugins.short(proof)}|{plugins.short(found)}"
+            return (
+                f"plugin {proof.split(' ')[0]}|{plugins.format_fingerprint(proof)}|{plugins.format_fingerprint(found)}"
+            )
     return None
 
 
@@ -115,33 +115,33 @@ def _offline_code(seen: Seen, wants: Wants) -> str | None:
     return None if seen.online else "silent" if seen.silent else "offline"
 
 
-def _flooding(seen: Seen, wants: Wants) -> str | None:
+def _flooding_code(seen: Seen, wants: Wants) -> str | None:
     return "flooding" if seen.flooding else None
 
 
-def _engine(seen: Seen, wants: Wants) -> str | None:
+def _engine_code(seen: Seen, wants: Wants) -> str | None:
     if seen.profile is None:
         return "profile"
     return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"
 
 
-def _labels(seen: Seen, wants: Wants) -> str | None:
+def _labels_code(seen: Seen, wants: Wants) -> str | None:
     has = () if seen.profile is None else seen.profile.labels
-    return None if labels.selects(wants.cohort.select, has) else "labels"
+    return None if labels.is_selected(wants.cohort.select, has) else "labels"
 
 
-def _codec(seen: Seen, wants: Wants) -> str | None:
+def _codec_code(seen: Seen, wants: Wants) -> str | None:
     return "codec" if seen.profile is not None and wants.codec not in seen.profile.codecs else None
 
 
-def _battery(seen: Seen, wants: Wants) -> str | None:
+def _battery_code(seen: Seen, wants: Wants) -> str | None:
     told = seen.telemetry
     if told is None or told.battery is None or told.charging:
         return None
     return "battery" if told.battery < wants.cohort.min_battery else None
 
 
-def _hot(seen: Seen, wants: Wants) -> str | None:
+def _temperature_code(seen: Seen, wants: Wants) -> str | None:
     limit, told = wants.cohort.max_temperature_c, seen.telemetry
     if limit is None or told is None or told.temperature_c is None:
         return None
@@ -155,12 +155,12 @@ def _full_disk_code(seen: Seen, wants: Wants) -> str | None:
 
 CHECKS: Final[tuple[Check, ...]] = (
     _offline_code,
-    _flooding,
-    _engine,
-    _labels,
-    _codec,
-    _plugin,
-    _battery,
-    _hot,
+    _flooding_code,
+    _engine_code,
+    _labels_code,
+    _codec_code,
+    _plugin_code,
+    _battery_code,
+    _temperature_code,
     _full_disk_code,
 )

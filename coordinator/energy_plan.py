@@ -1,19 +1,21 @@
-"""Plan of a round by energy: how long it lasts, and how many epochs each board trains. Pure: numbers in, a plan out.
+"""Energy plan of a round: the duration of the round, and the epochs of each device.
 
-A round costs its cohort what each board's task takes above idle, and the idle power of all its boards until the end:
+The energy of a round is the energy of the tasks above idle, and the idle power of all devices until the end:
 
-    E(T) = sum over boards of the cheapest joules above idle that are over by T  +  T * sum of idle powers
+    E(T) = sum over devices of the fewest joules above idle that end by T  +  T * sum of idle powers
 
-The first part falls as T grows, since slower clocks may be held; the second grows. T is chosen among the times at which
-a choice of some board becomes possible: between two of them nothing changes but the idle time. Where a method lets
-devices train for unequal numbers of epochs, the cohort's passes over examples are shared out anew within T, to boards
-that need fewer joules for them; together they are at least as many as before.
+The first part falls as T grows, since slower clocks become possible, and the second part grows. T is selected among
+the times at which an option of some device becomes possible. Between two such times only the idle energy changes. If a
+method lets devices train for unequal numbers of epochs, the passes over examples are distributed within T to devices
+that need fewer joules. Their total is at least as high as before.
 
-The search over T is exact: a stretch of times is skipped only where even the idle power of its shortest time and the
-cheapest choices of its longest come to more than a plan that is already known. For one T, work is first shared out by
-one price of an example for all boards, which is off by less than the step of one board. That is made exact board by
-board, over all amounts of work that may still be cheaper. Cohorts of more than EXACT boards are planned to NEAR of
-their joules, as far as MOST_SUMS amounts of work tell: there one board's step is little.
+The search over T is exact. An interval is skipped only if the idle energy of its shortest time and the cheapest
+options of its longest time exceed a known plan. For one T, work is first distributed by one price per example for all
+devices, which is off by less than the step of one device. The distribution is then made exact device by device, over
+all amounts of work that may be cheaper. Cohorts of more than EXACT devices are planned to within NEAR of the minimum,
+as far as MOST_SUMS amounts of work allow.
+
+Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ FRONT: Final = 200  # times at which a front is computed
 
 
 class Choice(NamedTuple):
-    """One way for a board to carry out its task."""
+    """Option of a device for its task: an operating point and a number of epochs."""
 
     seconds: float  # from request to answer, with a reserve
     joules: float  # expected, above idle
@@ -42,150 +44,146 @@ class Choice(NamedTuple):
 
 
 class Board(NamedTuple):
-    """One board of a cohort."""
-
     choices: tuple[Choice, ...]
     examples: int = 1  # of its own
     idle_w: float = 0.0  # 0 too where it is unknown
 
 
 class Plan(NamedTuple):
-    """A planned round."""
-
     seconds: float  # until its end
     joules: float  # of the whole cohort until then, idle included
     epochs: Mapping[str, int]  # device -> passes over its own examples
 
 
-def least_joules(boards: Mapping[str, Board], passes: int, limit_s: float = math.inf) -> Plan | None:
-    """The cheapest plan within a time; where none is possible within it, the shortest one.
+def plan_least_energy(boards: Mapping[str, Board], passes: int, limit_s: float = math.inf) -> Plan | None:
+    """Return the plan of fewest joules within a time limit, or the shortest plan if none fits.
 
     Args:
-        boards: device -> board.
-        passes: examples that the cohort has to train on in all, each as often as it is.
-        limit_s: longest time of the round in seconds.
+        boards: Options of each device.
+        passes: Examples that the cohort must train on, counted in every epoch.
+        limit_s: Longest duration of the round in seconds.
 
     Returns:
-        The plan, the shorter of two that are equally cheap; None: no plan does so much work.
+        The shorter of two plans with equal joules, or None if the devices cannot do all the work.
     """
     problem = _Problem(boards, passes)
-    first = problem.first()
+    first = problem.first_feasible_index()
     if first is None:
         return None
     last = max(bisect.bisect_right(problem.times, limit_s) - 1, first)
-    return problem.plan(problem.cheapest(first, last))
+    return problem.plan_at(problem.cheapest_index(first, last))
 
 
-def least_seconds(boards: Mapping[str, Board], passes: int, limit_j: float) -> Plan | None:
-    """The shortest plan that costs no more than `limit_j` joules; where none does, the cheapest one.
+def plan_least_time(boards: Mapping[str, Board], passes: int, limit_j: float) -> Plan | None:
+    """Return the shortest plan within a joule limit, or the plan of fewest joules if none fits.
 
-    Arguments and None are as for `least_joules`.
+    Args:
+        boards: Options of each device.
+        passes: Examples that the cohort must train on, counted in every epoch.
+        limit_j: Most joules of the round.
+
+    Returns:
+        The plan, or None if the devices cannot do all the work.
     """
     problem = _Problem(boards, passes)
-    first, last = problem.first(), len(problem.times) - 1
+    first, last = problem.first_feasible_index(), len(problem.times) - 1
     if first is None:
         return None
-    found = problem.shortest(first, last, limit_j)
-    return problem.plan(problem.cheapest(first, last) if found is None else found)
+    found = problem.shortest_index(first, last, limit_j)
+    return problem.plan_at(problem.cheapest_index(first, last) if found is None else found)
 
 
-def front(boards: Mapping[str, Board], passes: int) -> list[Plan]:
-    """Plans of which none is both as short and as cheap as another, the shortest first; (): there is none.
+def pareto_front(boards: Mapping[str, Board], passes: int) -> list[Plan]:
+    """Return plans of which none is both shorter and cheaper than another, the shortest first.
 
-    The shortest and the cheapest plan are always among them; between them up to FRONT times are looked at.
+    The list is empty if the devices cannot do all the work. Up to FRONT durations between the shortest and the
+    cheapest plan, both included, are computed.
     """
     import numpy as np
 
     problem = _Problem(boards, passes)
-    first = problem.first()
+    first = problem.first_feasible_index()
     if first is None:
         return []
-    best = problem.cheapest(first, len(problem.times) - 1)
+    best = problem.cheapest_index(first, len(problem.times) - 1)
     looked = np.unique(np.linspace(first, best, FRONT).astype(int)).tolist()
     found: list[Plan] = []
     for index in looked:
-        if not found or problem.joules(index) < found[-1].joules:
-            found.append(problem.plan(index))
+        if not found or problem.total_joules(index) < found[-1].joules:
+            found.append(problem.plan_at(index))
     return found
 
 
 class _Problem:
-    """A cohort, and what has been computed of it: times ascend, and a plan is named by the place of its time."""
+    """Cohort with cached results. A plan is identified by the index of its duration in `times`."""
 
     def __init__(self, boards: Mapping[str, Board], passes: int) -> None:
         self._names = sorted(boards)
         self._idle_w = sum(board.idle_w for board in boards.values())
         self._passes = passes
         self._matters = 1.0 if len(boards) <= EXACT else 1 - NEAR
-        self._tables = [(boards[name].examples, _by_epochs(boards[name].choices)) for name in self._names]
+        self._tables = [(boards[name].examples, _options_by_epochs(boards[name].choices)) for name in self._names]
         every = [seconds for _, table in self._tables for times, _ in table.values() for seconds in times]
         self.times = sorted(set(every))
         self._known: dict[int, tuple[float, tuple[int, ...]] | None] = {}
 
-    def first(self) -> int | None:
-        """Place of the shortest time in which so much work can be done."""
-        if not self.times or self._above_idle(len(self.times) - 1) == math.inf:
+    def first_feasible_index(self) -> int | None:
+        if not self.times or self._joules_above_idle(len(self.times) - 1) == math.inf:
             return None
-        return bisect.bisect_left(range(len(self.times)), True, key=lambda at: self._above_idle(at) < math.inf)
+        return bisect.bisect_left(range(len(self.times)), True, key=lambda at: self._joules_above_idle(at) < math.inf)
 
-    def joules(self, at: int) -> float:
-        """Joules of the cohort until a time, idle included; infinite: not so much work can be done by then."""
-        return self._above_idle(at) + self._idle_w * self.times[at]
+    def total_joules(self, at: int) -> float:
+        return self._joules_above_idle(at) + self._idle_w * self.times[at]
 
-    def plan(self, at: int) -> Plan:
-        """The plan of a time at which it is possible."""
-        found = self._shared(at)
+    def plan_at(self, at: int) -> Plan:
+        found = self._find_distribution(at)
         assert found is not None
-        return Plan(self.times[at], self.joules(at), dict(zip(self._names, found[1], strict=True)))
+        return Plan(self.times[at], self.total_joules(at), dict(zip(self._names, found[1], strict=True)))
 
-    def cheapest(self, first: int, last: int) -> int:
-        """Place of the fewest joules between two places, the shorter time of equal ones."""
-        best = min((first, last), key=lambda at: (self.joules(at), at))
+    def cheapest_index(self, first: int, last: int) -> int:
+        best = min((first, last), key=lambda at: (self.total_joules(at), at))
         stack = [(first, last)]
         while stack:
             low, high = stack.pop()
-            if high - low < 2 or self._least(low, high) >= self.joules(best) * self._matters:
+            if high - low < 2 or self._lower_bound_j(low, high) >= self.total_joules(best) * self._matters:
                 continue
             middle = (low + high) // 2
-            best = min((best, middle), key=lambda at: (self.joules(at), at))
+            best = min((best, middle), key=lambda at: (self.total_joules(at), at))
             stack += [(low, middle), (middle, high)]
         return best
 
-    def shortest(self, first: int, last: int, limit_j: float) -> int | None:
-        """Place of the shortest time between two places with no more joules than `limit_j`; None: none has so few."""
-        if self.joules(first) <= limit_j:
+    def shortest_index(self, first: int, last: int, limit_j: float) -> int | None:
+        if self.total_joules(first) <= limit_j:
             return first
-        if last - first > 1 and self._least(first, last) <= limit_j:
+        if last - first > 1 and self._lower_bound_j(first, last) <= limit_j:
             middle = (first + last) // 2
-            if (found := self.shortest(first, middle, limit_j)) is not None:
+            if (found := self.shortest_index(first, middle, limit_j)) is not None:
                 return found
-            return self.shortest(middle, last, limit_j)
-        return last if self.joules(last) <= limit_j else None
+            return self.shortest_index(middle, last, limit_j)
+        return last if self.total_joules(last) <= limit_j else None
 
-    def _least(self, low: int, high: int) -> float:
-        """Bound below the joules of all places between two."""
-        return self._above_idle(high) + self._idle_w * self.times[low + 1]
+    def _lower_bound_j(self, low: int, high: int) -> float:
+        return self._joules_above_idle(high) + self._idle_w * self.times[low + 1]
 
-    def _above_idle(self, at: int) -> float:
-        found = self._shared(at)
+    def _joules_above_idle(self, at: int) -> float:
+        found = self._find_distribution(at)
         return math.inf if found is None else found[0]
 
-    def _shared(self, at: int) -> tuple[float, tuple[int, ...]] | None:
-        """Fewest joules above idle by a time, with each board's epochs; None: not so much work can be done."""
+    def _find_distribution(self, at: int) -> tuple[float, tuple[int, ...]] | None:
         if at not in self._known:
-            self._known[at] = self._share_out(self.times[at])
+            self._known[at] = self._distribute_work(self.times[at])
         return self._known[at]
 
-    def _share_out(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
+    def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
         ways = [
-            [_Way(examples * epochs, joules, epochs) for epochs, joules in _possible(table, limit_s)]
+            [_Way(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables
         ]
         if not all(ways) or sum(max(ways_of)[0] for ways_of in ways) < self._passes:
             return None
-        price, chosen = _by_price(ways, self._passes)
+        price, chosen = _distribute_by_price(ways, self._passes)
         known_j = sum(way.joules for way in chosen) * self._matters
-        chosen = _exact(ways, self._passes, price, known_j) or chosen
+        chosen = _distribute_exactly(ways, self._passes, price, known_j) or chosen
         return sum(way.joules for way in chosen), tuple(way.epochs for way in chosen)
 
 
@@ -197,10 +195,10 @@ class _Way(NamedTuple):
     epochs: int
 
 
-def _by_price(ways: Sequence[Sequence[_Way]], passes: int) -> tuple[float, list[_Way]]:
-    """Joules for an example at which boards are willing to do all the work, and what each then does.
+def _distribute_by_price(ways: Sequence[Sequence[_Way]], passes: int) -> tuple[float, list[_Way]]:
+    """Return the price per example at which all the work is done, and the option of each device.
 
-    Each board goes up along the lower convex edge of its ways, the cheapest steps of all boards first.
+    Each device moves up along the lower convex hull of its options, the cheapest steps of all devices first.
     """
     chosen, steps = [], []
     for index, own in enumerate(ways):
@@ -221,11 +219,12 @@ def _by_price(ways: Sequence[Sequence[_Way]], passes: int) -> tuple[float, list[
     return price, chosen
 
 
-def _exact(ways: Sequence[Sequence[_Way]], passes: int, price: float, known: float) -> list[_Way] | None:
-    """The cheapest ways to do all the work, if they come to less than the `known` joules; None: not, or too many sums.
+def _distribute_exactly(ways: Sequence[Sequence[_Way]], passes: int, price: float, known: float) -> list[_Way] | None:
+    """Return the cheapest options that do all the work for fewer joules than `known`, or None.
 
-    Board by board, the sums are kept that no other beats in work and joules. Those are left out that even with the
-    best that the other boards have at this price of an example would come to more than what is known.
+    Device by device, the sums are kept that no other sum beats in work and joules. Sums that exceed `known` are
+    dropped, even with the best options of the remaining devices at this price. The result is also None with too many
+    sums.
     """
     import numpy as np  # here, as commands that read a log import this module and plan nothing
 
@@ -238,7 +237,7 @@ def _exact(ways: Sequence[Sequence[_Way]], passes: int, price: float, known: flo
         more = np.minimum(work[:, None] + [way.work for way in own], passes).ravel()
         paid = (joules[:, None] + [way.joules for way in own]).ravel()
         hopeful = np.flatnonzero(paid - price * more + rest < known)
-        kept = hopeful[_undominated(more[hopeful], paid[hopeful])]
+        kept = hopeful[_pareto_indices(more[hopeful], paid[hopeful])]
         if not 0 < len(kept) <= MOST_SUMS / len(ways):
             return None
         before.append(kept)
@@ -253,8 +252,8 @@ def _exact(ways: Sequence[Sequence[_Way]], passes: int, price: float, known: flo
     return chosen[::-1]
 
 
-def _by_epochs(choices: Sequence[Choice]) -> dict[int, tuple[list[float], list[float]]]:
-    """Epochs -> ascending times, and beside each the fewest joules that so many epochs take by then."""
+def _options_by_epochs(choices: Sequence[Choice]) -> dict[int, tuple[list[float], list[float]]]:
+    """Return, by number of epochs, ascending times and the fewest joules by each time."""
     found: dict[int, tuple[list[float], list[float]]] = {}
     for epochs, group in itertools.groupby(sorted(choices, key=lambda each: each.epochs), lambda each: each.epochs):
         times: list[float] = []
@@ -267,15 +266,15 @@ def _by_epochs(choices: Sequence[Choice]) -> dict[int, tuple[list[float], list[f
     return found
 
 
-def _possible(table: Mapping[int, tuple[list[float], list[float]]], limit_s: float) -> Iterator[tuple[int, float]]:
-    """Numbers of epochs that are over by a time, with the fewest joules of each."""
+def _feasible_options(
+    table: Mapping[int, tuple[list[float], list[float]]], limit_s: float
+) -> Iterator[tuple[int, float]]:
     for epochs, (times, joules) in table.items():
         if at := bisect.bisect_right(times, limit_s):
             yield epochs, joules[at - 1]
 
 
-def _undominated(work: np.ndarray, joules: np.ndarray) -> np.ndarray:
-    """Places of the sums for which no other does as much work for as little, by descending work."""
+def _pareto_indices(work: np.ndarray, joules: np.ndarray) -> np.ndarray:
     import numpy as np
 
     order = np.lexsort((joules, -work))

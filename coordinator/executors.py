@@ -1,7 +1,7 @@
-"""Executors carry tasks to devices and bring back their messages: the only boundary between rounds and the world.
+"""Executors, which connect jobs to devices: they send tasks and receive messages.
 
-`OverLink` uses a broker (MQTT, or one in memory); `fedquilt.tools.simulation` has devices on virtual time whose
-work runs in this process or in a pool of workers. Rounds, admission, deadlines and the log are the same for all.
+`OverLink` uses a broker (MQTT, or one in memory). `fedquilt.tools.simulation` has simulated devices on virtual time,
+whose work runs in this process or in a pool of workers. Rounds, deadlines and the event log are the same for both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.silence import Silence
 from fedquilt.coordinator.worker import LARGE_BYTES
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, Wired, WireError, shorten_error
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
@@ -42,132 +42,133 @@ Heard: TypeAlias = (
 
 
 class Executor(Protocol):
-    """Carries tasks to devices. Never blocks on a device; the coordinator calls `hear` as often as `due_s` requires."""
+    """Connection of a coordinator to its devices. No method waits for a device.
+
+    The coordinator calls `receive_inputs` at the times that `send_pending` returns, or earlier.
+    """
 
     def fds(self) -> Sequence[int]:
-        """File descriptors that are readable when something has happened beside what `due_s` says."""
+        """Return file descriptors that become readable if `receive_inputs` is due before its time."""
         ...
 
-    def hear(self, now_s: float) -> Iterable[Heard]:
-        """Yield messages and arrivals since the last call; requests made meanwhile take effect at once."""
+    def receive_inputs(self, now_s: float) -> Iterable[Heard]:
+        """Yield messages and results since the last call.
+
+        Requests made during the iteration take effect at once.
+        """
         ...
 
-    def due_s(self, now_s: float) -> float:
-        """Send waiting packets; returns the time by which `hear` has to be called."""
+    def send_pending(self, now_s: float) -> float:
+        """Send pending packets. Return the time by which `receive_inputs` must be called."""
         ...
 
-    def send(self, device: str, task: Task, now_s: float) -> None:
-        """Give a device its task, for the first time or again; it replaces any other.
+    def send_task(self, device: str, task: Task, now_s: float) -> None:
+        """Send a device its task, for the first time or again. The task replaces any earlier task.
 
         Raises:
-            JobError, WireError: the task holds a value that cannot be sent.
-            LinkError: the task is larger than the broker accepts.
+            JobError, WireError: If the task contains a value that cannot be sent.
+            LinkError: If the task is larger than the broker accepts.
         """
         ...
 
-    def withdraw(self, device: str) -> None:
-        """Withdraw a device's task, if any, and stop fetching from it."""
+    def cancel_task(self, device: str) -> None:
+        """Cancel a device's task and the transfers from the device, if any."""
         ...
 
-    def be_patient(self, device: str) -> None:
-        """Resend a device's task rarely, as it is working on it."""
+    def slow_resends(self, device: str) -> None:
+        """Resend a device's task less often, since the device is working on the task."""
         ...
 
-    def right_of(self, device: str) -> SiteRight | None:
-        """Return the site right in a device's certificate, or None without one."""
+    def site_right(self, device: str) -> SiteRight | None:
+        """Return the site right in a device's certificate, or None without a certificate or right."""
         ...
 
-    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch these blobs from a device, as soon as it is its turn, and no others from it; `Arrived` follows."""
-        ...
+    def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        """Fetch blobs from a device and cancel its other transfers. `Arrived` follows.
 
-    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Note how many updates that came in turn wait for the coordinator here, with their size.
-
-        `most_bytes` of these, and of those that devices send, are here at a time, and at least two updates.
+        With `in_turn`, the transfer waits until the device has its turn.
         """
         ...
 
-    def held_s(self, device: str) -> float:
-        """Seconds for which a device had to wait for its turn; infinite while it does."""
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        """Set how many large updates wait for processing, and their bytes, to limit further transfers.
+
+        Updates that wait or are in transfer are limited to `most_bytes`, but at least two updates are allowed.
+        """
         ...
 
-    def give_way(self, device: str, now_s: float) -> None:
-        """End a device's turn, where others wait for theirs."""
+    def transfer_wait_s(self, device: str) -> float:
+        """Return how long a device waited for its transfer turn, or infinity while waiting."""
+        ...
+
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        """End a device's transfer turn, if other devices wait for a turn."""
         ...
 
     @property
-    def in_use(self) -> set[str]:
-        """Blobs of updates that devices themselves have written to the store."""
+    def blobs_in_use(self) -> set[str]:
+        """Blobs of updates that the devices themselves have written to the store."""
         ...
 
     @property
-    def absence(self) -> Absence:
-        """Times in which no device could be reached."""
-        ...
+    def absence(self) -> Absence: ...
 
-    def answer(self, device: str, ack: wire.Ack) -> None:
-        """Send a device the result of its update."""
-        ...
+    def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
-    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Send a release to a device and let it fetch the blob, or clear its release if `release` is None.
+    def send_release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
+        """Send a device a release and let the device fetch its blob. None clears the device's release.
 
         Raises:
-            JobError, WireError: it cannot be sent, or devices of this kind run no releases.
-            LinkError: it is larger than the broker accepts.
+            JobError, WireError: If the release cannot be sent, or devices of this kind install no releases.
+            LinkError: If the release is larger than the broker accepts.
         """
         ...
 
-    def renew(self, epoch: int) -> None:
-        """Go on as another start of the coordinator: devices take its tasks for rounds that they have counted."""
+    def set_epoch(self, epoch: int) -> None:
+        """Set a later epoch for all further tasks.
+
+        Devices then accept tasks of rounds that they have completed.
+        """
         ...
 
-    def tell(self, job: Shown) -> None:
-        """Publish the state of the job's round, for observers."""
-        ...
+    def publish_state(self, job: Shown) -> None: ...
 
-    def tended(self) -> AbstractContextManager[None]:
-        """While its body computes for long: keep up whatever ties the devices to this coordinator.
+    def keep_alive(self) -> AbstractContextManager[None]:
+        """Return a context in which the connection is kept alive during a long computation.
 
         The body must not use the executor.
         """
         ...
 
     def close(self) -> None:
-        """Announce the end; open tasks stay open."""
+        """Announce that the coordinator ends, and close the connection. Tasks of devices continue."""
         ...
 
 
 class WithoutReleases:
-    """Part of an `Executor` whose devices have no agent that could install anything, and no disk of their own."""
+    """Base of executors for simulated devices, which install no releases and store blobs directly."""
 
     absence = Absence()  # none: they are always within reach
 
     def fds(self) -> Sequence[int]:
-        """None: all that happens is known beforehand."""
+        # all events are known in advance
         return ()
 
-    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Do nothing: an update is on the coordinator's disk as soon as it is made."""
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        # an update is on the coordinator's disk as soon as it is made
+        ...
 
-    def right_of(self, device: str) -> SiteRight | None:
-        """Return None: these devices have no certificates."""
+    def site_right(self, device: str) -> SiteRight | None:
         return None
 
-    def held_s(self, device: str) -> float:
-        """0: none waits for its turn."""
+    def transfer_wait_s(self, device: str) -> float:
         return 0.0
 
-    def give_way(self, device: str, now_s: float) -> None:
-        """Do nothing: none waits."""
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        # no device waits for a turn
+        ...
 
-    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Refuse it.
-
-        Raises:
-            JobError: always.
-        """
+    def send_release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
         raise JobError(
             "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
             "--agents-only` starts agents that do"
@@ -175,18 +176,22 @@ class WithoutReleases:
 
 
 class OverLink:
-    """Executor for devices at the other end of a broker.
+    """Executor for devices that are connected through a broker.
 
-    A task is a retained message, sent again while it goes unclaimed; blobs go in chunks (`fedquilt.blobs.transfer`).
+    A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
+    (`fedquilt.blobs.transfer`).
 
     Args:
-        depot: store of the blobs that devices send and fetch.
-        epoch: number of this start of the coordinator.
-        identity: with which it is signed, and takes messages of boards alone that have proved to be who they say.
-        where: places beside the broker where blobs come and go.
+        link: Link to the broker.
+        fleet: Name of the fleet.
+        depot: Store of the blobs that devices fetch and upload.
+        epoch: Number of this start of the coordinator.
+        identity: Identity that signs the messages, or None. With an identity, only messages of authenticated devices
+            are accepted.
+        where: Locations besides the broker where blobs are transferred.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's, or a place cannot be used.
+        JobError: If devices would not accept the identity as a coordinator's, or a location cannot be used.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class OverLink:
         self._epoch, self._session = epoch, 0
         self._issues = Issues(self._link, self._topics)
         self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
-        may_have = self._issues.may_have
+        may_have = self._issues.may_fetch_blob
         self.places = Places(where, depot, may_have, identity, fleet)
         self._transfers = Transfers(
             self._link, depot, self._topics, "dn", may_have, carriers=self.places, apart_bytes=LARGE_BYTES
@@ -215,17 +220,15 @@ class OverLink:
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def fds(self) -> Sequence[int]:
-        """File descriptors that are readable when a transfer beside the broker has ended."""
         return self._transfers.fds()
 
-    def hear(self, now_s: float) -> Iterator[Heard]:
-        """Yield messages and changes of devices since the last call, and None after each new session."""
+    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
         self._gate.now_s = now_s
         self.absence.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
             self._session = self._link.session
-            self._link.subscribe(self._topics.for_coordinator())
-            self.renew(self._epoch)
+            self._link.subscribe(self._topics.coordinator_filters())
+            self.set_epoch(self._epoch)
             yield None
         for message in self._link.receive():
             said = self._decode_message(message, now_s)
@@ -235,100 +238,90 @@ class OverLink:
                 yield said
         for device in self._request_presences(now_s):
             yield Silent(device)
-        for device in self._gate.take_flooded():
+        for device in self._gate.take_blocked_devices():
             self._silence.forget(device)  # it may send, and is not read
             yield Flooded(device)
-        for sentence in self.garbage.due(now_s):
+        for sentence in self.garbage.due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
-        while done := self._transfers.take_done():
+        while done := self._transfers.take_finished():
             for device, sha256, error in done:
-                yield from self._brought(device, sha256, error)
-        for device, seconds in self._transfers.take_strain().items():
-            self._gate.took(device, seconds)
-        for device in self._issues.due(now_s):
+                yield from self._finish_fetch(device, sha256, error)
+        for device, seconds in self._transfers.take_charges().items():
+            self._gate.charge_time(device, seconds)
+        for device in self._issues.take_due_devices(now_s):
             yield Appeared(device)
 
-    def due_s(self, now_s: float) -> float:
-        """Send due chunks. Return the time at which `hear` has to be called next."""
-        return min(self._transfers.step(now_s), self._issues.next_s(), self._gate.next_s(), self._silence.next_s())
+    def send_pending(self, now_s: float) -> float:
+        return min(
+            self._transfers.step(now_s),
+            self._issues.next_repetition_s(),
+            self._gate.next_s(),
+            self._silence.next_step_s(),
+        )
 
-    def send(self, device: str, task: Task, now_s: float) -> None:
-        """Publish the task as a retained message.
-
-        Raises:
-            JobError, WireError, LinkError: as of `Executor`.
-        """
+    def send_task(self, device: str, task: Task, now_s: float) -> None:
         try:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
         if self._granted.get(device) != (task.job, task.round):
             self._granted[device] = (task.job, task.round)
-            self._gate.took(device, -ROUND_S)
-        self._issues.send(device, task, payload, now_s)
+            self._gate.charge_time(device, -ROUND_S)
+        self._issues.send_task(device, task, payload, now_s)
 
-    def withdraw(self, device: str) -> None:
-        """Clear the retained task and cancel its transfers."""
-        self.fetch(device, ())
-        self._issues.withdraw(device)
+    def cancel_task(self, device: str) -> None:
+        self.fetch_blobs(device, ())
+        self._issues.cancel_task(device)
 
-    def be_patient(self, device: str) -> None:
-        """Lengthen the interval at which the task is repeated."""
-        self._issues.be_patient(device)
+    def slow_resends(self, device: str) -> None:
+        self._issues.slow_resends(device)
 
-    def right_of(self, device: str) -> SiteRight | None:
-        """See `Executor`."""
-        return None if self._signed is None else self._signed.right_of(device)
+    def site_right(self, device: str) -> SiteRight | None:
+        return None if self._signed is None else self._signed.site_right(device)
 
-    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Request the blobs; transfers of others from this device are cancelled."""
+    def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
         if wanted:
             self._fetching[device] = set(wanted)
         for ref in wanted.values():
-            self._transfers.want(device, ref, in_turn=in_turn)
+            self._transfers.request_blob(device, ref, in_turn=in_turn)
 
-    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Let whose turn it is send, now or at the next step."""
-        self._transfers.queue.pace(updates, waiting_bytes, most_bytes)
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        self._transfers.queue.set_unprocessed(updates, waiting_bytes, most_bytes)
 
-    def held_s(self, device: str) -> float:
-        """See `Executor`."""
-        return self._transfers.queue.held_s(device)
+    def transfer_wait_s(self, device: str) -> float:
+        return self._transfers.queue.waiting_s(device)
 
-    def give_way(self, device: str, now_s: float) -> None:
-        """Let other devices transfer first, and keep the bytes received so far."""
-        self._transfers.give_way(device, now_s)
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        # the bytes received so far are kept
+        self._transfers.yield_turn(device, now_s)
 
     @property
-    def in_use(self) -> set[str]:
-        """Empty set, as devices do not write to the store themselves."""
+    def blobs_in_use(self) -> set[str]:
+        # devices do not write to the store themselves
         return set()
 
-    def answer(self, device: str, ack: wire.Ack) -> None:
-        """Publish the acknowledgement to the device."""
-        self._publish(self._topics.device(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
+    def send_ack(self, device: str, ack: wire.Ack) -> None:
+        self._publish(self._topics.device_topic(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
 
-    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Publish the release as a retained message, or clear it."""
+    def send_release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
         payload = b"" if release is None else wire.encode(release)
-        if release is not None and self._issues.release(device, release):
-            self._gate.took(device, -ROUND_S)
+        if release is not None and self._issues.record_release(device, release):
+            self._gate.charge_time(device, -ROUND_S)
         elif release is None:
-            self._issues.recall(device, kind)
-        self._link.publish(self._topics.device(device, "dn", kind), payload, retain=True)
+            self._issues.forget_release(device, kind)
+        self._link.publish(self._topics.device_topic(device, "dn", kind), payload, retain=True)
 
-    def renew(self, epoch: int) -> None:
-        """Publish that the coordinator is online, with the epoch of all further tasks."""
+    def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._publish(self._topics.coord, self._presence_message, retain=True)
 
-    def tell(self, job: Shown) -> None:
-        """Publish the job's round as a retained message, and delete that message at the job's end."""
-        state, topic = job.rounds, self._topics.job(job.id)
+    def publish_state(self, job: Shown) -> None:
+        # the retained message is deleted at the job's end
+        state, topic = job.rounds, self._topics.round_topic(job.id)
         over = state.phase in ("done", "failed", "stopped")
         message = wire.RoundState(
             job=job.id,
@@ -345,30 +338,28 @@ class OverLink:
         if over:
             self._link.publish(topic, b"", retain=True)
 
-    def tended(self) -> AbstractContextManager[None]:
-        """Have the link keep its connection alive."""
-        return self._link.tended()
+    def keep_alive(self) -> AbstractContextManager[None]:
+        return self._link.keep_alive()
 
     def close(self) -> None:
-        """Publish that the coordinator is offline, and close the link."""
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
         self.places.close()
         self._link.close()
 
     def _decode_message(self, message: Message, now_s: float) -> Said | None:
-        """Decode a message and note the contact. Return None if it is invalid, or handled already."""
+        # None: the message is invalid, or handled already
         try:
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
             if route.direction != "up":
                 return None
             if route.leaf == "hello":  # a signed link would have taken it
                 raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
-            if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
-                unasked = self._transfers.take_unasked()
+            if self._transfers.handle_message(route, message.payload, now_s) or route.kind is None:
+                unasked = self._transfers.take_unrequested()
                 for device in unasked:
-                    self._gate.weigh(device, 0)
+                    self._gate.admit_message(device, 0)
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
                     self._record_contact(route.device)
                 return None
@@ -376,7 +367,7 @@ class OverLink:
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, Profile):
-                self.places.said(told)
+                self.places.record_profile(told)
             if isinstance(told, wire.Presence) and not told.online:
                 self._silence.forget(route.device)
             elif not message.retained:
@@ -385,18 +376,18 @@ class OverLink:
                 self._silence.expect_contact(route.device)
             return route.device, told
         except WireError as error:
-            if said := self.garbage.take(message.topic, error, message.retained, now_s):
+            if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
             return None
 
     def _remove_device(self, device: str) -> None:
         """Withdraw a device's task and delete its retained messages on the broker."""
-        self.withdraw(device)
+        self.cancel_task(device)
         self._silence.forget(device)
         for kind in KINDS:
-            self.release(device, kind, None)
+            self.send_release(device, kind, None)
         for leaf in ("presence", "profile"):
-            self._link.publish(self._topics.device(device, "up", leaf), b"", retain=True)
+            self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
 
     def _record_contact(self, device: str) -> None:
         """Record that a message of a device has just arrived, and whether the device was silent before."""
@@ -411,17 +402,17 @@ class OverLink:
         return quiet.silent
 
     def _request_presence(self, device: str) -> None:
-        """Request a device's presence, by a message that the broker does not keep for later."""
-        self._publish(self._topics.device(device, "dn", "presence"), self._presence_message, reliable=False)
+        # not reliable, so that the broker does not queue the request for an offline device
+        self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
+    def _finish_fetch(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return
         if error is not None:
-            ids = about(device=device)
+            ids = log_ids(device=device)
             log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
-            self.fetch(device, ())
+            self.fetch_blobs(device, ())
             yield Arrived(device, error)
             return
         missing.remove(sha256)

@@ -1,7 +1,7 @@
-"""Metrics of a coordinator and its fleet: how rounds go, and how boards are.
+"""Metrics of a coordinator and its fleet, for Prometheus.
 
-Labels are bounded: MOST_BOARDS boards and MOST_JOBS jobs have samples of their own, by their names; what is beyond is
-counted together. Counters begin at 0 with each start of the coordinator.
+The number of labels is bounded: jobs beyond the first MOST_JOBS are counted together, and devices beyond MOST_BOARDS
+have no samples. Counters start at 0 with each start of the coordinator.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Board, Reading], float | None]]]] 
 
 
 class Exposed:
-    """Metrics of one coordinator. Facts are observed in its thread; `families` may be called in another.
+    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics.
 
     Args:
-        boards: what is known of every board now.
-        clock: wall-clock seconds.
+        boards: Returns the status of every device now, with the latest reading.
+        clock: Wall-clock time in seconds.
     """
 
     def __init__(self, boards: Callable[[], Sequence[Known]], clock: Callable[[], float] = time.time) -> None:
@@ -69,9 +69,8 @@ class Exposed:
         self._round: dict[str, tuple[int, int, float]] = {}  # running job -> round, most rounds, when it was asked
         self._jobs: set[str] = set()
 
-    def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Count a fact."""
-        name = self._named(job.job.name)
+    def record_event(self, job: Shown, fact: AnyFact) -> None:
+        name = self._job_label(job.job.name)
         count = self._counts
         match fact:
             case Asked():
@@ -94,8 +93,7 @@ class Exposed:
                 self._ended[fact.status] += 1
                 self._round = {key: value for key, value in self._round.items() if key != name}
 
-    def families(self) -> Iterator[Family]:
-        """All metrics of this moment."""
+    def metric_families(self) -> Iterator[Family]:
         now = self._clock()
         yield Family("fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)])
         for name, about in _COUNTED.items():
@@ -114,9 +112,9 @@ class Exposed:
         ):
             samples = [((job,), float(values[place])) for job, values in running.items()]
             yield Family(f"fedquilt_{name}", "gauge", about, ("job",), samples)
-        yield from _board_families(self._boards(), now)
+        yield from _device_families(self._boards(), now)
 
-    def _named(self, job: str) -> str:
+    def _job_label(self, job: str) -> str:
         if job not in self._jobs:
             if len(self._jobs) >= MOST_JOBS:
                 return OTHERS
@@ -124,8 +122,7 @@ class Exposed:
         return job
 
 
-def _board_families(known: Sequence[Known], now: float) -> Iterator[Family]:
-    """Yield the metric families of boards: their number by state, then information and gauges of each."""
+def _device_families(known: Sequence[Known], now: float) -> Iterator[Family]:
     online = sum(board.online for board, _ in known)
     working = sum(board.online and board.doing is not None for board, _ in known)
     waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)

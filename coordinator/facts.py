@@ -1,8 +1,8 @@
-"""Facts of a job, as its event log stores them, and the state that they add up to.
+"""Events of a job, as stored in its event log, and the job state that follows from them.
 
-`apply` folds one fact into the state, without I/O, a clock or randomness of its own. The server writes each fact to
-the event log before it acts on it, so replaying the log after a crash gives the same state. `transitions` lists the
-facts allowed in each phase; any other fact, and one of another round than the running one, is refused.
+`apply_event` applies one event to the state, without I/O, clock or randomness. The server writes each event to the log
+before acting on the event, so that replaying the log after a crash gives the same state. `transitions` lists the
+events allowed in each phase. Any other event, and an event of another round than the running one, is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobErr
 # -- facts ----------------------------------------------------------------------------------------
 
 
-class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """An event of a job, as the event log stores it."""
+class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
 
 
 class Started(Fact, frozen=True, omit_defaults=True):
-    """The method's first state is stored; or a site is given another state, for a round of the coordinator above it."""
+    """Start of a job with the method's first state, or of a site's round with a state from above."""
 
     state: BlobRef
     settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
@@ -42,7 +41,7 @@ class Started(Fact, frozen=True, omit_defaults=True):
 
 
 class Surveyed(Fact, frozen=True):
-    """Devices that can be asked, and reasons of those that cannot: only the changes."""
+    """Changes in the devices that are eligible, with reasons for those that are not."""
 
     round: int
     eligible: tuple[str, ...] = ()
@@ -51,20 +50,16 @@ class Surveyed(Fact, frozen=True):
 
 
 class Asked(Fact, frozen=True):
-    """The round's task goes to these devices."""
-
     round: int
     attempt: int
     devices: tuple[str, ...]
-    work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method predicts it
+    work: dict[str, float] = {}  # device -> `deadline.work_amount` of its task, where the method predicts it
     deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
     coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
     epochs: dict[str, int] = {}  # device -> epochs to train for in this round, where they are not the job's
 
 
 class Declined(Fact, frozen=True):
-    """A device refused its task, or gave it up."""
-
     round: int
     device: str
     code: str
@@ -74,7 +69,7 @@ class Declined(Fact, frozen=True):
 
 
 class Answered(Fact, frozen=True):
-    """A device's update is here and checked, its blobs are on disk."""
+    """Acceptance of a device's update, which is validated and whose blobs are on disk."""
 
     round: int
     update: Update
@@ -83,7 +78,7 @@ class Answered(Fact, frozen=True):
 
 
 class Rejected(Fact, frozen=True, omit_defaults=True):
-    """A device's update may not be folded, or the device sent too much."""
+    """Rejection of a device's update, or exclusion of the device from the round."""
 
     round: int
     device: str
@@ -92,7 +87,10 @@ class Rejected(Fact, frozen=True, omit_defaults=True):
 
 
 class Lost(Fact, frozen=True):
-    """An update that the running round has counted is gone or damaged on disk: its device is asked for it again."""
+    """Loss of an accepted update whose blob is missing or damaged.
+
+    The device works on its task again.
+    """
 
     round: int
     device: str
@@ -100,7 +98,10 @@ class Lost(Fact, frozen=True):
 
 
 class Folded(Fact, frozen=True):
-    """The sum of these devices' updates is stored: their blobs are needed no more, and a restart goes on from it."""
+    """Storage of a partial aggregate.
+
+    The blobs of the updates in the aggregate are no longer needed.
+    """
 
     round: int
     devices: tuple[str, ...]
@@ -108,34 +109,33 @@ class Folded(Fact, frozen=True):
 
 
 class Closed(Fact, frozen=True):
-    """The round accepts no more updates."""
-
     round: int
 
 
 class Extended(Fact, frozen=True):
-    """A deadline shorter than the cohort's passed without a quorum: the round closes at the first quorum."""
+    """Passing of a predicted deadline without a quorum.
+
+    The round then closes at the first quorum.
+    """
 
     round: int
 
 
 class Reopened(Fact, frozen=True):
-    """The deadline passed without a quorum; the round is attempted again, keeping its updates."""
+    """Start of a new attempt after a deadline without a quorum. Accepted updates are kept."""
 
     round: int
     attempt: int
 
 
 class Restarted(Fact, frozen=True):
-    """Another process has the running attempt, or waits for the first round, so many seconds after its beginning."""
+    """Continuation of an attempt by another coordinator process, `passed_s` after the attempt's start."""
 
     round: int
     passed_s: float  # of the deadline, as `rounds.restart_event` counts them
 
 
 class Committed(Fact, frozen=True):
-    """The round's updates are folded; `state` is the result."""
-
     round: int
     state: BlobRef
     finished: bool
@@ -147,25 +147,24 @@ class Committed(Fact, frozen=True):
 
 
 class Ended(Fact, frozen=True, omit_defaults=True):
-    """The job has ended, or is interrupted until it is resumed."""
+    """End of a job, or its interruption until a `Resumed` event."""
 
     status: Literal["done", "failed", "stopped"]
     reason: str = ""  # of a round that failed: the cause, and in a second line the fix
     code: str = ""  # most frequent refusal of a round that failed, as of `refusals.REFUSALS`
 
 
-def failed(error: Exception) -> Ended:
-    """End of a job by an error, with its message; characters that are not Unicode, as in file names, are escaped."""
+def failure_event(error: Exception) -> Ended:
+    """Return the event that ends a job with the error's message. Invalid Unicode is escaped."""
     said = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
     return Ended("failed", said.encode("utf-8", "backslashreplace").decode())
 
 
-class Resumed(Fact, frozen=True):
-    """A stopped or failed job continues where it was."""
+class Resumed(Fact, frozen=True): ...
 
 
 class Noted(Fact, frozen=True):
-    """A sentence about a run that has not begun: what started it, or who approved it."""
+    """Note on a run that has not started, such as its trigger or its approval."""
 
     said: str
 
@@ -178,7 +177,7 @@ AnyFact = Noted | Started | _OfRound | Ended | Resumed
 
 
 class Rounds(msgspec.Struct, frozen=True):
-    """State of a job's rounds, as all its facts applied in order make it (`apply`)."""
+    """State of a job, as given by applying all its events in order (`apply_event`)."""
 
     plan: Plan
     phase: Phase = "new"
@@ -221,63 +220,63 @@ class Rounds(msgspec.Struct, frozen=True):
     reason: str = ""
 
     @property
-    def counted(self) -> int:
-        """Number of completed rounds of work."""
+    def completed_rounds(self) -> int:
+        """Number of committed rounds, without settling rounds."""
         return self.round - self.extra
 
     @property
-    def over(self) -> bool:
-        """Whether all work is done, so that only settling and the closing evaluation may be left."""
+    def is_work_done(self) -> bool:
+        """Whether only settling and the closing evaluation may be left."""
         return self.finished or self.round - self.extra >= self.plan.rounds
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of a task of this round."""
         if self.ordered is not None and self.ordered.actions:
             return self.ordered.actions
         every = 0 if self.plan.check_beside else self.plan.check_every
-        if self.over and not self.settling:
+        if self.is_work_done and not self.settling:
             return ("check",)
-        return ("check", "work") if not self.settling and every and self.counted % every == 0 else ("work",)
+        return ("check", "work") if not self.settling and every and self.completed_rounds % every == 0 else ("work",)
 
     @property
     def deadline_s(self) -> float:
-        """Seconds allowed for the running attempt."""
-        return self.longest_s if self.allowed_s is None else self.allowed_s
+        return self.max_deadline_s if self.allowed_s is None else self.allowed_s
 
     @property
-    def longest_s(self) -> float:
-        """Seconds that any attempt at the running round may take."""
+    def max_deadline_s(self) -> float:
         return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
 
-    def deadline_left_s(self, now_s: float) -> float:
-        """Seconds until the running attempt's deadline."""
+    def remaining_s(self, now_s: float) -> float:
+        """Return the seconds until the running attempt's deadline, at least 0."""
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
-    def declined_by(self, device: str, code: str, reason: str, ask: Ask, start: str = "") -> Declined:
-        """Return the event that a device declines the task of `ask`. `start` identifies its agent's process."""
+    def decline_event(self, device: str, code: str, reason: str, ask: Ask, start: str = "") -> Declined:
         lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
-        return Declined(self.round, device, code, reason, Short.of(ask) if lacks_memory else None, start)
+        return Declined(self.round, device, code, reason, Short.from_workload(ask) if lacks_memory else None, start)
 
-    def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
-        """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
+    def acceptance_event(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
+        """Return the event that a device's update is accepted, with the duration of its task.
+
+        The duration is the time since the selection of the device, but at least the time that the device reports.
+        After a restart of the coordinator only the latter is known.
+        """
         waited_s = now_s - self.asked_s.get(update.device, now_s)
         usage = update.usage
-        expected_s = deadline.expected_s(ask.work, ask.profile, usage.point, usage.examples or 1)
+        expected_s = deadline.predict_duration_s(ask.work, ask.profile, usage.point, usage.examples or 1)
         return Answered(self.round, update, max(waited_s, usage.wall_s), expected_s)
 
 
-def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
-    """Next state after a fact.
+def apply_event(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
+    """Return the job state after an event.
 
     Raises:
-        JobError: the fact belongs to another round than the running one, or is not allowed in this phase.
+        JobError: If the event belongs to another round than the running one, or is not allowed in this phase.
     """
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
-    to = transitions.allowed(kind, state.phase)
+    to = transitions.next_phases(kind, state.phase)
     if of != state.round:
         raise JobError(f"{kind} of round {of} in the log of a job whose running round is {state.round}{_NOT_OURS}")
-    after = _apply_fact(state, fact, now_s) if to else state
+    after = _apply_allowed_event(state, fact, now_s) if to else state
     if after.phase not in to:
         raise JobError(f"{kind} in round {state.round} cannot happen to a job that is {state.phase}{_NOT_OURS}")
     return after
@@ -286,16 +285,15 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
 _NOT_OURS = ": the log was not written by this coordinator's rules; run the job anew"
 
 
-def _apply_fact(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
-    """Return the job state after an event."""
+def _apply_allowed_event(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
     match fact:  # the most frequent first
         case Answered():
             device, took = fact.update.device, state.took
             if device in state.refused:
                 state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
             if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
-                took = deadline.timed(took, fact.update, state.work, fact.took_s, fact.expected_s)
-            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update)
+                took = deadline.add_update_duration(took, fact.update, state.work, fact.took_s, fact.expected_s)
+            answered, spent = {**state.answered, device: fact.update}, state.spent.add_update(fact.update)
             if fact.update.boards:
                 state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
             return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
@@ -304,12 +302,12 @@ def _apply_fact(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             state = replace(_restart_attempt_time(state, now_s), phase=begun, state=fact.state, began_s=now_s)
             state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
             if fact.begins < state.round:
-                return _taken_back(state, fact.begins)
+                return _rewind_site(state, fact.begins)
             return state if fact.begins == state.round and not state.answered else _clear_round(state, fact.begins)
         case Noted():
             return state
         case Surveyed():
-            return _surveyed(state, fact)
+            return _apply_eligibility(state, fact)
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
             state = replace(_restart_attempt_time(state, now_s), phase=phase, extended=False, attempt=0, reason="")
@@ -317,7 +315,7 @@ def _apply_fact(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked():
-            return _apply_asked(state, fact, now_s)
+            return _apply_cohort_selected(state, fact, now_s)
         case Declined() | Rejected():
             declined = {**state.declined, fact.device: fact.reason}
             roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
@@ -344,7 +342,7 @@ def _apply_fact(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Restarted(passed_s=passed_s):
             return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
         case Committed():
-            return _apply_committed(state, fact, now_s)
+            return _apply_round_committed(state, fact, now_s)
 
 
 def _restart_attempt_time(state: Rounds, now_s: float) -> Rounds:
@@ -352,8 +350,7 @@ def _restart_attempt_time(state: Rounds, now_s: float) -> Rounds:
     return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
 
 
-def _apply_asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
-    """Return the state after devices were asked. The first ones of an attempt open the round."""
+def _apply_cohort_selected(state: Rounds, fact: Asked, now_s: float) -> Rounds:
     if state.phase == "selecting":
         state = replace(_restart_attempt_time(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
         state = replace(state, asked_s={}, work={}, roll=frozenset())
@@ -381,7 +378,7 @@ def _apply_update_lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
 
 
-def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
+def _apply_eligibility(state: Rounds, fact: Surveyed) -> Rounds:
     barred = {device: code for code, devices in fact.passed.items() for device in devices}
     passed = {device: code for device, code in state.passed.items() if device not in fact.eligible}
     return replace(
@@ -401,26 +398,26 @@ def _clear_round(state: Rounds, round: int) -> Rounds:
     return replace(state, refused=refused) if len(refused) < len(state.refused) else state
 
 
-def _taken_back(state: Rounds, round: int) -> Rounds:
-    """The job of a site before a round that it has worked for already: the coordinator above is an older copy."""
-    history = {device: rounds.before(round) for device, rounds in state.history.items()}
+def _rewind_site(state: Rounds, round: int) -> Rounds:
+    # the coordinator above runs from an older copy, and repeats a round that the site has worked for
+    history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
     since = {device: min(last, round) for device, last in state.since.items()}
     return replace(_clear_round(state, round), history=history, since=since)
 
 
-def _apply_committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
-    """Return the state before the next round, with history, costs and method state of the committed one."""
-    took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
-    history, checked = {**state.history, **took_part}, state.over and not state.settling
+def _apply_round_committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
+    took_part = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.answered}
+    history, checked = {**state.history, **took_part}, state.is_work_done and not state.settling
     spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
     after = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)
-    return replace(after, settling=state.settles and not fact.settled and _evaluated_next(after))
+    return replace(after, settling=state.settles and not fact.settled and _is_evaluation_next(after))
 
 
-def _evaluated_next(state: Rounds) -> bool:
-    """Whether an evaluation or the end comes next for the state that a round of work has just produced."""
-    due = bool(every := state.plan.check_every) and state.counted % every == 0
-    return not state.checked and (state.over or due or stop.reached(state.plan.stop, state.spent) is not None)
+def _is_evaluation_next(state: Rounds) -> bool:
+    due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
+    return not state.checked and (
+        state.is_work_done or due or stop.describe_reached_limit(state.plan.stop, state.spent) is not None
+    )

@@ -1,4 +1,4 @@
-"""Registry of devices as last seen: who is online, with what profile. Rebuilt from retained messages at every start."""
+"""Registry of devices and their latest messages, rebuilt from retained messages at every start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fedquilt import wire
-from fedquilt.coordinator.eligibility import Seen, Wants, reasons
+from fedquilt.coordinator.eligibility import Seen, Wants, ineligibility_reasons
 from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry
 
@@ -23,8 +23,6 @@ KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
 @dataclass
 class Known:
-    """Latest messages of one device."""
-
     profile: Profile | None = None
     right: SiteRight | None = None  # None: it is no site
     announced: bool = False  # online, by the latest presence
@@ -38,16 +36,15 @@ class Known:
     aside_s: float = -math.inf  # nothing from it is read until then
 
     @property
-    def online(self) -> bool:
-        """Whether the device can be reached now."""
+    def is_online(self) -> bool:
         return self.announced and not self.silent
 
 
 class Registry:
     """Devices by id, with cached views.
 
-    A view is kept until a message or the passing of time changes it, so that a decision costs as much as has changed
-    since the last one, not as much as there are devices. Times are to be given in ascending order.
+    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to
+    the changes since the previous query, not to the number of devices. Times must be given in ascending order.
     """
 
     def __init__(self) -> None:
@@ -63,9 +60,9 @@ class Registry:
 
     def update_presence(self, device: str, message: Presence, now_s: float) -> bool:
         """Store a presence message. Return whether the device has just appeared or restarted."""
-        known = self._heard(device)
-        appeared = message.online and (not known.online or known.boot != message.boot)
-        if known.online and not message.online:
+        known = self._record_for_update(device)
+        appeared = message.online and (not known.is_online or known.boot != message.boot)
+        if known.is_online and not message.online:
             known.gone_s = now_s
         if known.boot != message.boot:
             known.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
@@ -74,28 +71,26 @@ class Registry:
         return appeared
 
     def mark_silent(self, device: str, now_s: float) -> None:
-        """Record that a device no longer answers."""
-        known = self._heard(device)
+        known = self._record_for_update(device)
         known.silent, known.gone_s = True, now_s
 
     def mark_returned(self, device: str) -> None:
-        """Record that a silent device has sent a message."""
-        self._heard(device).silent = False
+        self._record_for_update(device).silent = False
 
     def forget_device(self, device: str, now_s: float) -> None:
-        """Forget all that a device has sent, until its next message."""
-        self.devices[device] = Known(boot=self._heard(device).boot, gone_s=now_s - GRACE_S)
+        """Delete all data of a device, except its boot id."""
+        self.devices[device] = Known(boot=self._record_for_update(device).boot, gone_s=now_s - GRACE_S)
 
-    def find_gone(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
-        """Return those of `devices` that are silent, or known to have been offline for GRACE_S."""
-        seen = self.seen(now_s)
+    def find_unreachable(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
+        """Return the given devices that are silent, or have been offline for GRACE_S."""
+        seen = self.device_views(now_s)
         return frozenset(
             device for device in devices if device in seen and not seen[device].online and self.devices[device].boot
         )
 
-    def profile(self, device: str, profile: Profile) -> None:
-        """Note a device's profile. Boards of a kind have the same operating points, 80 kB in memory, kept once."""
-        known = self._heard(device)
+    def update_profile(self, device: str, profile: Profile) -> None:
+        # devices of a kind have equal operating points, 80 kB in memory, which are stored once
+        known = self._record_for_update(device)
         key = hashlib.sha256(msgspec.json.encode(profile.points)).digest()
         profile = msgspec.structs.replace(profile, points=self._points.setdefault(key, profile.points))
         self._points.move_to_end(key)
@@ -104,31 +99,27 @@ class Registry:
         if profile != known.profile:
             known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
 
-    def set_right(self, device: str, right: SiteRight | None) -> None:
-        """Set the site right of a device. If it has changed, forget the device's profile."""
+    def set_site_right(self, device: str, right: SiteRight | None) -> None:
+        """Set the site right of a device. If the right has changed, delete the device's profile."""
         known = self.devices.get(device)
         if right == (known.right if known else None):
             return
-        known = self._heard(device)
+        known = self._record_for_update(device)
         known.right, known.profile, known.about = right, None, ""
 
-    def right_of(self, device: str) -> SiteRight | None:
-        """Return the right of a device, or None if the device is no site."""
+    def site_right(self, device: str) -> SiteRight | None:
         known = self.devices.get(device)
         return known.right if known else None
 
     def update_telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
-        """Store a device's telemetry, and note whether it has freed disk space since the last one."""
-        known = self._heard(device)
+        known = self._record_for_update(device)
         known.freed += bool(known.telemetry and known.telemetry.disk_full and message.disk_full is False)
         known.telemetry, known.told_s = message, now_s
 
-    def set_aside(self, device: str, until_s: float) -> None:
-        """A device floods: it is not asked until then."""
-        self._heard(device).aside_s = until_s
+    def block_device(self, device: str, until_s: float) -> None:
+        self._record_for_update(device).aside_s = until_s
 
-    def profile_of(self, device: str) -> Profile | None:
-        """Latest profile of a device; None: not received."""
+    def latest_profile(self, device: str) -> Profile | None:
         known = self.devices.get(device)
         return known.profile if known else None
 
@@ -137,27 +128,31 @@ class Registry:
         known = self.devices.get(device)
         return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
 
-    def seen(self, now_s: float) -> dict[str, Seen]:
-        """Views of all devices ever heard of; devices gone for a moment count as online. Not to be changed.
+    def device_views(self, now_s: float) -> dict[str, Seen]:
+        """Return the view of every known device. The result must not be changed.
 
-        Returns the same dictionary as long as nothing has changed.
+        Devices that went offline less than GRACE_S ago count as online. The same dictionary is returned until a view
+        changes.
         """
         version = self._refresh_views(now_s)
         if self._seen[0] != version:
             self._seen = (version, dict(self._views))
         return self._seen[1]
 
-    def online(self, now_s: float) -> set[str]:
-        """Devices that are online, or were a moment ago, and have sent a profile."""
-        return {device for device, seen in self.seen(now_s).items() if seen.online and seen.profile is not None}
+    def online_devices(self, now_s: float) -> set[str]:
+        """Return the devices with a profile that are online, or were less than GRACE_S ago."""
+        return {device for device, seen in self.device_views(now_s).items() if seen.online and seen.profile is not None}
 
-    def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
-        """Online devices with one of the engines -> the first of `engines` that they have. Not to be changed."""
+    def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
+        """Return, for each online device, the first of `engines` that the device has.
+
+        Devices without such an engine are left out. The result must not be changed.
+        """
         version = self._refresh_views(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
             found = dict(found)
-            for device in self._since(upto):
+            for device in self._devices_changed_since(upto):
                 seen = self._views[device]
                 usable = [engine for engine in engines if seen.profile and engine in seen.profile.engines]
                 found.pop(device, None)
@@ -166,20 +161,23 @@ class Registry:
             self._able[engines] = (version, found)
         return found
 
-    def barred(self, wants: Wants, now_s: float) -> dict[str, str]:
-        """`eligibility.reasons` of all devices at this moment. Not to be changed."""
+    def ineligible_devices(self, wants: Wants, now_s: float) -> dict[str, str]:
+        """Return the ineligible devices of a job, with the code of the reason.
+
+        The result must not be changed.
+        """
         version = self._refresh_views(now_s)
         upto, found = self._barred.get(wants, (0, {}))
         if upto != version:
-            again = {device: self._views[device] for device in self._since(upto)}
+            again = {device: self._views[device] for device in self._devices_changed_since(upto)}
             found = {device: code for device, code in found.items() if device not in again}
-            found.update(reasons(again, wants))
+            found.update(ineligibility_reasons(again, wants))
             self._barred[wants] = (version, found)
         return found
 
     # -- within --
 
-    def _heard(self, device: str) -> Known:
+    def _record_for_update(self, device: str) -> Known:
         self._stale.add(device)
         return self.devices.setdefault(device, Known())
 
@@ -191,11 +189,11 @@ class Registry:
             known = self.devices[device]
             back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
             told = known.telemetry if now_s < fresh_s else None
-            online = known.online or (now_s < back_s and not known.silent)
+            online = known.is_online or (now_s < back_s and not known.silent)
             view = Seen(online, known.profile, told, now_s < known.aside_s, known.silent)
             if now_s < known.aside_s:
                 heapq.heappush(self._expiring, (known.aside_s, device))
-            if not known.online and now_s < back_s:
+            if not known.is_online and now_s < back_s:
                 heapq.heappush(self._expiring, (back_s, device))
             if told is not None:
                 heapq.heappush(self._expiring, (fresh_s, device))
@@ -210,6 +208,5 @@ class Registry:
             self._barred.clear()
         return len(self._changed)
 
-    def _since(self, version: int) -> Iterable[str]:
-        """Devices whose views have changed since `_refresh_views` returned that number."""
+    def _devices_changed_since(self, version: int) -> Iterable[str]:
         return dict.fromkeys(self._changed[version:])

@@ -1,8 +1,8 @@
-"""Incremental fold of a round's updates: each is folded once, as they arrive.
+"""Incremental aggregation of a round's updates: each update is folded once, on arrival.
 
-A fold that adds up (`core.adds_up`) takes them in any order, with the same bits. Any other takes them in sorted order
-of devices, as far as they arrive so. Where one that is folded does not count in the end, or differs from the one that
-does, the commit folds them all anew.
+A fold that adds up (`core.adds_up`) takes updates in any order, with bit-identical results. Any other fold takes
+updates in the order of device ids, as far as they arrive in this order. If a folded update does not count in the end,
+or differs from the update that does, the commit folds all updates again.
 """
 
 from __future__ import annotations
@@ -18,105 +18,102 @@ Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metri
 
 
 class Folding:
-    """Running sum of one round.
+    """Partial aggregate of one round.
 
     Args:
-        any_order: whether the fold adds up in any order of devices.
+        any_order: Whether updates may be folded in any order.
     """
 
     def __init__(self, any_order: bool = False) -> None:
         self._any_order = any_order
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Begin again, with the sum of nobody."""
+    def reset(self) -> None:
         self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # sum of those; None: of nobody
         self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # sums of others, each with what is in it
 
-    def follows(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
-        """Whether a device can be folded next, as if it came last.
+    def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
+        """Return whether a device's update can be folded on arrival.
 
         Args:
-            device: id.
-            answered: updates that count already.
-            asked: devices whose updates may still come.
+            device: Id of the device.
+            answered: Updates accepted so far, by device.
+            asked: Devices whose updates may still arrive.
         """
         if self._any_order:
-            return not self._has(device)
-        return len(self._told) == len(answered) and self.foreseen(device) and device == min(asked, default="")
+            return not self._contains_device(device)
+        return len(self._told) == len(answered) and self.can_fold_in_order(device) and device == min(asked, default="")
 
-    def foreseen(self, device: str) -> bool:
-        """Whether a device can be folded next, if all that sort before it are folded already."""
-        return not self._has(device) if self._any_order else device > next(reversed(self._told), "")
+    def can_fold_in_order(self, device: str) -> bool:
+        """Return whether a device's update can be folded once all devices that precede it are folded."""
+        return not self._contains_device(device) if self._any_order else device > next(reversed(self._told), "")
 
-    def take(self, device: str, told: Told, total: Any) -> None:
-        """Store the sum including the update of a device."""
+    def include_update(self, device: str, told: Told, total: Any) -> None:
         self._told[device], self.total = told, total
 
-    def put_apart(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
-        """Take a sum of several devices' updates that a worker of the simulation makes, before it is there.
+    def add_pending_sum(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
+        """Add the sum of several updates that a worker of the simulation is computing.
 
         Args:
-            given: the devices, each with what tells its update.
-            total: waits for the sum; returns None if the worker could not make it: these are folded one by one then.
+            given: Fold inputs of the updates in the sum, by device.
+            total: Waits for the sum and returns it, or None if the worker failed. The updates are then folded singly.
         """
         self._apart.append((dict(given), total))
 
-    def gather(self, updates: Mapping[str, Update]) -> None:
-        """Merge the sums of which exactly these updates are part; the others' are folded one by one."""
+    def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
+        """Merge the pending sums whose updates all count unchanged, and drop the rest."""
         for given, waits in self._apart:
-            counts = all(device in updates and told(updates[device]) == each for device, each in given.items())
+            counts = all(device in updates and fold_inputs(updates[device]) == each for device, each in given.items())
             if counts and (total := waits()) is not None:
-                self.total = total if self.total is None else exact.join(self.total, total)
+                self.total = total if self.total is None else exact.merge_accumulators(self.total, total)
                 self._told |= given
         self._apart = []
 
-    def holds(self, update: Update) -> bool:
-        """Whether exactly this update is folded."""
-        device, is_told = update.device, told(update)
+    def contains_update(self, update: Update) -> bool:
+        """Return whether exactly this update is folded, or in a pending sum."""
+        device, is_told = update.device, fold_inputs(update)
         return self._told.get(device) == is_told or any(each.get(device) == is_told for each, _ in self._apart)
 
-    def _has(self, device: str) -> bool:
+    def _contains_device(self, device: str) -> bool:
         return device in self._told or any(device in each for each, _ in self._apart)
 
     def __len__(self) -> int:
         return len(self._told)
 
-    def holds_all(self, updates: Mapping[str, Update]) -> bool:
-        """Whether all of these are folded, and nothing else."""
-        return len(updates) == len(self) and all(self.holds(update) for update in updates.values())
+    def consists_of(self, updates: Mapping[str, Update]) -> bool:
+        return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
 
-    def fits(self, updates: Mapping[str, Update]) -> bool:
-        """Whether the sum holds some of these updates, the first of them where order matters, and nothing else."""
+    def is_part_of(self, updates: Mapping[str, Update]) -> bool:
+        """Return whether the aggregate contains only these updates, in order if the order matters."""
         in_order = self._any_order or sorted(updates)[: len(self._told)] == list(self._told)
-        return in_order and all(device in updates and self.holds(updates[device]) for device in self._told)
+        return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._told)
 
-    def left(self, updates: Mapping[str, Update]) -> list[str]:
-        """Devices left to fold, in sorted order; all of them if the sum has others, which is then forgotten."""
-        if not self.fits(updates):
-            self.forget()
+    def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
+        """Return the devices left to fold, sorted.
+
+        Reset the aggregate first if it contains any other update.
+        """
+        if not self.is_part_of(updates):
+            self.reset()
         return [device for device in sorted(updates) if device not in self._told]
 
 
-def ready(rounds: Rounds, any_order: bool) -> dict[str, Update]:
-    """Updates that the running round's sum may hold already, by device."""
+def foldable_updates(rounds: Rounds, any_order: bool) -> dict[str, Update]:
+    """Return the accepted updates that may be in the running round's aggregate now, by device."""
     if any_order or rounds.phase == "closing":
         return dict(rounds.answered)
     first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is asked now
     return {device: update for device, update in rounds.answered.items() if device < first}
 
 
-def told(update: Update) -> Told:
-    """Weight, metrics and bundles of an update."""
+def fold_inputs(update: Update) -> Told:
     return update.weight, update.metrics, update.bundles
 
 
-def size_of(update: Update) -> int:
-    """Bytes of an update's blobs."""
+def total_blob_bytes(update: Update) -> int:
     return sum(ref.size for ref in update.bundles.values())
 
 
-def blobs(updates: Iterable[Update]) -> set[str]:
-    """Hashes (sha256) of every blob in these updates."""
+def blob_hashes(updates: Iterable[Update]) -> set[str]:
     return {ref.sha256 for update in updates for ref in update.bundles.values()}

@@ -4,9 +4,10 @@ A blob is named by its content, so runs share blobs, and no run may delete its o
 holds a blob, the blob is not deleted.
 
 - Events of all runs and rollouts of the home, served or not (`Store.referenced_blobs`).
-- What active jobs use beside their events (`Serving.in_use`): the bundle, the state, the partial aggregate, blobs sent
+- What active jobs use beside their events (`Serving.blobs_in_use`): the bundle, the state, the partial aggregate, blobs
+sent
   with tasks, updates accepted and in no stored partial aggregate, updates in transfer.
-- Updates that simulated devices have stored here and that are not answered yet (`Executor.in_use`).
+- Updates that simulated devices have stored here and that are not answered yet (`Executor.blobs_in_use`).
 - Blobs that a work item has stored or found, until its result is recorded (`Depot.pin_during`).
 
 The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
@@ -31,11 +32,11 @@ class GarbageCollector:
     """Garbage collector of one home.
 
     Args:
-        store: of the home.
-        in_use: gives the roots of active jobs.
+        store: Store of the home.
+        in_use: Returns the roots of active jobs.
 
     Raises, from every method:
-        StoreError: the home cannot be read or written.
+        StoreError: If the home cannot be read or written.
     """
 
     def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
@@ -47,25 +48,24 @@ class GarbageCollector:
         """Mark released blobs for deletion by the next `collect`, if no root needs them then.
 
         Args:
-            blobs: SHA-256 of blobs that one user has released.
-            soon: whether they are large, so that they do not wait for others.
+            blobs: SHA-256 of the released blobs.
+            soon: Whether the blobs are large, so that they do not wait for further candidates.
         """
         self._candidates |= blobs
         self._soon = self._soon or soon
 
     def add_all_blobs(self) -> None:
-        """Mark every blob for deletion by the next `collect`, if no root needs it then."""
         self._all = True
 
     def is_due(self, updates: int) -> bool:
-        """Return whether the candidates are worth reading all roots, given the number of accepted updates."""
+        """Return whether there are enough candidates to read all roots, given the accepted updates."""
         return self._all or self._soon or (bool(self._candidates) and len(self._candidates) * TOGETHER >= updates)
 
     def collect(self) -> bool:
         """Delete the candidates that no root needs. Return False if a damaged log may hide roots."""
         depot = self._store.depot
-        with self._store.transaction():
-            if unsound := self._store.unsound():
+        with self._store.open_transaction():
+            if unsound := self._store.find_damaged_ids():
                 if self._all:
                     log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(unsound))
             else:
@@ -73,7 +73,7 @@ class GarbageCollector:
                 if self._all:
                     depot.remove_all_but(roots)
                 for sha256 in self._candidates - roots:
-                    depot.drop(sha256)
+                    depot.remove_blob(sha256)
         self._candidates &= depot.pinned_blobs()  # their work items may end without an event
         self._soon = self._all = False
         return not unsound

@@ -1,9 +1,9 @@
-"""A coordinator's link, on which no device takes more than its share of the time: `conduct` decides.
+"""Link of a coordinator with a rate limit for each device.
 
-It lies below the signatures, as what they refuse takes time as well. A device that floods is not subscribed to while it
-is set aside, so that the broker drops what it sends: to read a message takes 50 to 100 microseconds even if nobody
-looks at it. MQTT knows no subscription to all devices but one, so every device that is known is subscribed to by
-name meanwhile, and others are looked for now and then, by the presence that the broker keeps of them.
+The limit applies before signatures are checked, as checking takes time as well. A blocked device is unsubscribed, so
+that the broker drops its messages: reading a message takes 50 to 100 microseconds even if the message is dropped. MQTT
+has no subscription to all devices but one. So while a device is blocked, each known device is subscribed to by name,
+and new devices are found through their retained presence from time to time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.coordinator.conduct import ASIDE_S, HELLO_S, MESSAGE_S, Conduct
 from fedquilt.core import WireError
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 from fedquilt.transport.around import Around
 from fedquilt.transport.link import Link, Message
 
@@ -28,11 +28,11 @@ LOOKED_S: Final = 1.0  # that a look lasts: what is flooded with comes as well
 
 
 class Gate(Around):
-    """A `Link` around a coordinator's link to its broker.
+    """Link that drops the messages of devices above their rate limit.
 
     Args:
-        link: to the broker.
-        topics: of the fleet.
+        link: Link to the broker.
+        topics: Topics of the fleet.
     """
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
@@ -47,105 +47,99 @@ class Gate(Around):
         self._looked_s = math.inf  # or the present one ends
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe to all devices, or to those of them that are not set aside; see `Link`."""
         if not self._narrow:
             self._link.subscribe(filters)
         else:  # the broker may know of the earlier subscription alone
             self._link.unsubscribe(filters)
 
     def receive(self) -> list[Message]:
-        """What has come of devices that have time left."""
-        self._tend()
-        return [message for message in self._link.receive() if self._passes(message)]
+        self._update_subscriptions()
+        return [message for message in self._link.receive() if self._is_admitted(message)]
 
     # -- of devices --
 
-    def take_flooded(self) -> list[str]:
-        """Devices that were set aside since the last call."""
+    def take_blocked_devices(self) -> list[str]:
         flooded, self._flooded = self._flooded, []
         return flooded
 
-    def took(self, device: str, seconds: float) -> None:
-        """A device has made the coordinator work for so long, or is granted so much where less than 0."""
-        self._conduct.took(device, seconds, self.now_s)
+    def charge_time(self, device: str, seconds: float) -> None:
+        self._conduct.charge_time(device, seconds, self.now_s)
 
-    def weigh(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
-        """Whether to go on with a message of so many bytes."""
-        verdict = self._conduct.message(device, size, self.now_s, cost_s)
+    def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
+        """Return whether to process a message. Block a device that keeps sending too much."""
+        verdict = self._conduct.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
-            ids = about(device=device)
+            ids = log_ids(device=device)
             log.warning("%s sends more than can be answered: what comes too fast is dropped", device, extra=ids)
         elif verdict == "aside":
-            self._set_aside(device)
+            self._block_device(device)
         return verdict == "taken"
 
     def next_s(self) -> float:
-        """When `receive` has something to do though nothing has come."""
+        """Return the time at which `receive` must be called even without a message."""
         return min((*self._aside.values(), self._looked_s, self._look_s)) if self._narrow else math.inf
 
     # -- within --
 
-    def _passes(self, message: Message) -> bool:
-        device = wire.sender(message.topic)
+    def _is_admitted(self, message: Message) -> bool:
+        device = wire.device_from_topic(message.topic)
         if not device:
             return True
         if device not in self._known:
-            self._meet(device)
+            self._add_known_device(device)
         if device in self._aside:
             return False
         try:
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
         except WireError:
-            return self.weigh(device, len(message.payload))
-        if route.kind is None:  # a chunk: the coordinator has asked for it, or says otherwise by `weigh`
+            return self.admit_message(device, len(message.payload))
+        if route.kind is None:  # a chunk: the coordinator has asked for it, or says otherwise by `admit_message`
             return True
-        return self.weigh(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
+        return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
-    def _meet(self, device: str) -> None:
+    def _add_known_device(self, device: str) -> None:
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
             if self._narrow and len(self._known) <= KNOWN_MOST:
-                self._link.subscribe(self._branches([device]))
+                self._link.subscribe(self._device_filters([device]))
             elif self._narrow:
-                self._widen()
+                self._subscribe_to_all()
 
-    def _set_aside(self, device: str) -> None:
+    def _block_device(self, device: str) -> None:
         self._flooded.append(device)
         self._aside[device] = self.now_s + ASIDE_S
         if self._narrow:
-            self._link.unsubscribe(self._branches([device]))
+            self._link.unsubscribe(self._device_filters([device]))
         elif len(self._known) <= KNOWN_MOST:
             self._narrow, self._look_s, self._looked_s = True, self.now_s + LOOK_S, math.inf
-            self._link.subscribe(self._branches([each for each in self._known if each not in self._aside]))
-            self._link.unsubscribe(self._topics.for_coordinator())
+            self._link.subscribe(self._device_filters([each for each in self._known if each not in self._aside]))
+            self._link.unsubscribe(self._topics.coordinator_filters())
 
-    def _widen(self) -> None:
-        """Subscribe to all devices by one filter again."""
+    def _subscribe_to_all(self) -> None:
         self._narrow, self._look_s, self._looked_s = False, math.inf, math.inf
-        self._link.subscribe(self._topics.for_coordinator())
-        self._link.unsubscribe([*self._branches(list(self._known)), self._presences])
+        self._link.subscribe(self._topics.coordinator_filters())
+        self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
 
-    def _tend(self) -> None:
-        """Let devices back whose time is over, and look for new ones."""
+    def _update_subscriptions(self) -> None:
         back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
         for device in back:
             del self._aside[device]
         if not self._narrow:
             return
         if not self._aside:
-            return self._widen()
+            return self._subscribe_to_all()
         if back:
-            self._link.subscribe(self._branches(back))
+            self._link.subscribe(self._device_filters(back))
         if self.now_s >= self._looked_s:
-            self._link.unsubscribe([self._presences])
+            self._link.unsubscribe([self._presence_filter])
             self._look_s, self._looked_s = self.now_s + LOOK_S, math.inf
         elif self.now_s >= self._look_s:
-            self._link.subscribe([self._presences])
+            self._link.subscribe([self._presence_filter])
             self._look_s, self._looked_s = math.inf, self.now_s + LOOKED_S
 
     @property
-    def _presences(self) -> str:
+    def _presence_filter(self) -> str:
         return f"{self._topics.root}/dev/+/up/presence"
 
-    def _branches(self, devices: Sequence[str]) -> list[str]:
+    def _device_filters(self, devices: Sequence[str]) -> list[str]:
         return [f"{self._topics.root}/dev/{device}/up/#" for device in devices]

@@ -1,7 +1,7 @@
-"""Jobs that a coordinator holds because the disk does not give back what they need: noted for whoever looks at them.
+"""Table of suspended jobs, whose data the disk fails to return.
 
-The table is made when the first job is held. The next coordinator tries at once, and counts the tries of those before
-it, so that jobs are given up however often coordinators are killed.
+The table is created when the first job is suspended. The next coordinator tries at once, and counts the tries of
+earlier ones, so that a job fails after a limited number of tries even if coordinators are killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MADE: Final = (
 
 
 class Hold(NamedTuple):
-    """Why a job is held; times are wall-clock seconds."""
+    """Reason for the suspension of a job. Times are wall-clock seconds."""
 
     since: float
     again: float  # when it is tried again
@@ -35,22 +35,21 @@ class Hold(NamedTuple):
     tries: int = 0
 
     def __str__(self) -> str:
-        """What the job waits for, as a sentence's end."""
         since, again = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (self.since, self.again))
         return f"the disk since {since}, and is tried again at {again}: {self.why}"
 
 
 class Holds:
-    """Held jobs of a database.
+    """Suspended jobs of a database.
 
     Args:
-        db: the database.
-        home: whose it is, for errors.
-        writing: one transaction, as of `Store`.
-        epoch: number of the coordinator's last start.
+        db: Database.
+        home: Folder of the home, for error messages.
+        writing: Returns a write transaction, as in `Store`.
+        epoch: Returns the number of the coordinator's last start.
 
     Raises, from every method:
-        StoreError: it cannot be read or written.
+        StoreError: If the database cannot be read or written.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class Holds:
     ) -> None:
         self._db, self._home, self._writing, self._epoch = db, home, writing, epoch
 
-    def note(self, job: str, hold: Hold) -> None:
-        """Note that a job is held."""
+    def record_suspension(self, job: str, hold: Hold) -> None:
         with self._writing():
             for statement in _MADE:
                 self._db.execute(statement)
@@ -71,29 +69,31 @@ class Holds:
                 "insert or replace into suspended values (?, ?, ?, ?, ?, ?, ?)", (job, self._epoch(), *hold)
             )
 
-    def forget(self, job: str) -> None:
-        """Note that a job is not held any more."""
+    def delete_suspension(self, job: str) -> None:
         with self._writing():
             if self._db.execute(_THERE).fetchone() is not None:
                 self._db.execute("delete from suspended where job = ?", (job,))
 
-    def end(self, job: str) -> None:
-        """Note that a job goes on. Its tries stay, for a next failure."""
+    def end_suspension(self, job: str) -> None:
+        """Record that a job continues. The number of tries is kept for the next failure."""
         with self._writing():
             if self._db.execute(_THERE).fetchone() is not None:
                 self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
-    def of(self, job: str) -> Hold | None:
-        """Return why the latest coordinator of this home holds a job, or None if it does not."""
-        found = self._found(job)
+    def current_suspension(self, job: str) -> Hold | None:
+        """Return a job's suspension by the latest coordinator of the home, or None."""
+        found = self._load_row(job)
         return None if found is None or found[0] != self._epoch() else found[1]
 
-    def last(self, job: str) -> Hold | None:
-        """Return why this coordinator or one before it held a job last, or None if none did."""
-        found = self._found(job)
+    def latest_suspension(self, job: str) -> Hold | None:
+        """Return a job's latest suspension by any coordinator, or None.
+
+        The suspension may have ended.
+        """
+        found = self._load_row(job)
         return None if found is None else found[1]
 
-    def _found(self, job: str) -> tuple[int, Hold] | None:
+    def _load_row(self, job: str) -> tuple[int, Hold] | None:
         with storing(self._home):
             if self._db.execute(_THERE).fetchone() is None:
                 return None

@@ -1,7 +1,7 @@
-"""Removal of runs from a home: which are old, which files go with them, and leftovers of a killed removal.
+"""Removal of runs and their files from a home.
 
-A run leaves the list first, in one transaction; its files go afterwards. So at any moment of a kill
-every listed run is whole, and leftover files belong to no run: the next removal sweeps them away.
+A run is first removed from the database, in one transaction, and its files afterwards. So after a kill at any moment
+every run in the database is complete. Files that remain belong to no run, and the next removal deletes them.
 """
 
 from __future__ import annotations
@@ -26,110 +26,108 @@ _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents with
 
 
 class Swept(NamedTuple):
-    """Amount removed besides runs."""
-
     files: int
     bytes: int
     blobs_left: bool  # another coordinator serves the home: it drops the blobs with its next job
 
 
-def find(store: Store, run: str) -> Row | Unreadable:
-    """Find a run by its id, even if this version cannot read it; a job's name stands for its latest run.
+def find_run(store: Store, run: str) -> Row | Unreadable:
+    """Return a run by its id, even if this version cannot read the run.
+
+    The name of a job selects its latest run.
 
     Raises:
-        StoreError: there is none.
+        StoreError: If there is no such run. The message lists the runs.
     """
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, Row) and run == row.job.name):
             return row
-    return store.job(run)  # raises, listing those there are
+    return store.find_job(run)  # raises, listing those there are
 
 
-def old(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Ids of ended runs, oldest first, except the `keep` latest and those that ended within `older_s` seconds.
+def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
+    """Return the ids of ended runs that are not protected, oldest first.
 
     Args:
-        store: of the home.
-        now: Wall-clock seconds.
-        keep: None: being among the latest protects no run.
-        older_s: None: age protects no run.
+        store: Store of the home.
+        now: Wall-clock time in seconds.
+        keep: Number of latest ended runs that are protected, or None.
+        older_s: Seconds for which a run is protected after its end, or None.
 
     Raises:
-        StoreError: the home cannot be read.
+        StoreError: If the home cannot be read.
     """
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
-    logs = {} if older_s is None else store.logs()
-    return [row.id for row in ended if older_s is None or now - _ended(row, logs.get(row.id)) > older_s]
+    logs = {} if older_s is None else store.read_logs()
+    return [row.id for row in ended if older_s is None or now - _end_time(row, logs.get(row.id)) > older_s]
 
 
-def own(store: Store) -> dict[str, int]:
-    """Run -> bytes on the disk that are its alone: its log, blobs that no other run needs, files named after it."""
-    logs = store.logs()
-    shared = Counter(sha256 for each in logs.values() for sha256 in each.blobs)
+def exclusive_bytes(store: Store) -> dict[str, int]:
+    """Return the bytes on disk that only one run uses, by run: log, unshared blobs and files."""
+    logs = store.read_logs()
+    shared = Counter(sha256 for each in logs.values() for sha256 in each.needed_blobs)
     found = {}
     for run, each in logs.items():
-        refs = (store.depot.ref(sha256) for sha256 in each.blobs if shared[sha256] == 1)
+        refs = (store.depot.ref(sha256) for sha256 in each.needed_blobs if shared[sha256] == 1)
         size = each.size + sum(ref.size for ref in refs if ref is not None)
-        found[run] = size + sum(_weigh(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
+        found[run] = size + sum(_measure_files(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
     return found
 
 
 def remove_expired_runs(store: Store, retention: Retention, now: float) -> list[str]:
-    """Remove ended runs that the retention rules do not keep, and return their ids.
+    """Remove ended runs that the retention settings do not protect, and return their ids.
 
-    Their blobs are left to the garbage collector.
-
-    A run that somebody resumes at this moment is kept.
+    A run that is resumed at this moment is kept. Blobs are left to the garbage collector.
 
     Args:
-        store: of the home.
-        retention: what is kept.
-        now: Wall-clock seconds.
+        store: Store of the home.
+        retention: Retention settings.
+        now: Wall-clock time in seconds.
 
     Raises:
-        StoreError: the home cannot be read or written.
+        StoreError: If the home cannot be read or written.
     """
-    if retention.keep is None and retention.older_s is None:
+    if retention.keep is None and retention.older_than_s is None:
         return []
-    ids = old(store, now, retention.keep, retention.older_s)
+    ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)
     if gone := store.delete_runs(ids, only_ended=True) if ids else []:
         _remove_files_of_deleted_runs(store)
     return gone
 
 
-def _ended(row: Row | Unreadable, log: Log | None) -> float:
-    """Return the wall-clock time of a run's last event, or of its queueing if the log is empty or damaged."""
+def _end_time(row: Row | Unreadable, log: Log | None) -> float:
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> Swept:
-    """Remove runs, then every file of the home that no run needs, and return what was removed.
+    """Remove runs and every file of the home that no run needs, and return the amount of files.
 
-    Nothing else runs here meanwhile: if nobody serves the home, this process holds its lock until it ends.
+    Without an active coordinator, this process holds the lock of the home until the process ends.
 
     Raises:
-        JobError: a coordinator serves the home and may be working on one of the runs; nothing has been removed.
-        StoreError: the home cannot be read or written.
+        JobError: If a coordinator may be working on one of the runs. Nothing has been removed.
+        StoreError: If the home cannot be read or written.
     """
-    store.require_idle(ids)
-    alone = store.lock()
-    before = _collect_garbage(store, alone)  # on a full disk, this makes the room without which no run can be removed
+    store.require_inactive(ids)
+    alone = store.acquire_lock()
+    before = _remove_unneeded_files(
+        store, alone
+    )  # on a full disk, this makes the room without which no run can be removed
     store.delete_runs(ids)
-    after = _collect_garbage(store, alone)
+    after = _remove_unneeded_files(store, alone)
     return Swept(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
 
 
-def _collect_garbage(store: Store, alone: bool) -> Swept:
-    """Remove agents' folders and evaluations of runs that no longer exist and, if `alone`, blobs that no run needs."""
+def _remove_unneeded_files(store: Store, alone: bool) -> Swept:
     files, total = _remove_files_of_deleted_runs(store)
     if not alone:
         return Swept(files, total, blobs_left=True)
-    collector, before = GarbageCollector(store), _weigh(store.depot.folder)
+    collector, before = GarbageCollector(store), _measure_files(store.depot.folder)
     collector.add_all_blobs()
     collected = collector.collect()
-    after = _weigh(store.depot.folder)
+    after = _measure_files(store.depot.folder)
     return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=not collected)
 
 
@@ -140,7 +138,7 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
         found = list(_files_named_after_runs(store.home))
         known = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
         for place in [place for place, run in found if run not in known]:
-            count, size = _weigh(place)
+            count, size = _measure_files(place)
             files, total = files + count, total + size
             if place.is_dir() and not place.is_symlink():
                 REAL.remove(place)
@@ -160,8 +158,8 @@ def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
             )
 
 
-def _weigh(place: Path) -> tuple[int, int]:
-    """(files, bytes) of a file, or of all files in a folder."""
+def _measure_files(place: Path) -> tuple[int, int]:
+    """Return the number of files at a path, and their bytes."""
     inside = [each for each in place.rglob("*") if each.is_file() and not each.is_symlink()] if place.is_dir() else []
     counted = inside or ([place] if place.is_file() else [])
     return len(counted), sum(each.stat().st_size for each in counted)

@@ -1,7 +1,7 @@
-"""Follows the jobs' logs: where each ends, and which blobs it needs.
+"""Index of the jobs' event logs, with the end of each log and the blobs that its job needs.
 
-A look at a log reads what was added since the last one, so that it costs as much as has come, not as much as there is.
-The first look of a process begins where the job's snapshot ends, or at the first fact.
+An update of the index reads only the events that were added since the previous one. In a new process the index starts
+at the job's snapshot, or at the first event.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt.coordinator.checksums import FIRST, link
+from fedquilt.coordinator.checksums import FIRST, chain_checksum
 from fedquilt.core import UNDECODABLE
 
 
 class Log(msgspec.Struct):
-    """A job's log up to one of its facts. What is damaged is noted, says nothing, and hides nothing behind it."""
+    """Index of a job's log up to one event.
+
+    Damaged events are noted, and later events are still read.
+    """
 
     seq: int = 0  # number of that fact; 0: none
     head: bytes = FIRST  # its checksum
@@ -32,19 +35,19 @@ class Log(msgspec.Struct):
     whole: bool = True  # every fact is what was written
 
     @property
-    def blobs(self) -> set[str]:
-        """Hashes (sha256) of what the job needs beside its bundle."""
+    def needed_blobs(self) -> set[str]:
+        """SHA-256 of the blobs that the job needs in addition to its bundle."""
         found = {sha256 for blobs in self.updates.values() for sha256 in blobs}
         return found.union(each for each in (self.state, self.sum) if each)
 
-    def take(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
-        """Read on: (sequence, wall-clock seconds, JSON, checksum, bytes) of each fact behind this one."""
+    def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
+        """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
         for seq, at, body, sum, size in rows:
-            self.whole = self.whole and sum == link(self.head, job, at, body)
-            self.add(seq, at, body, sum, size)
+            self.whole = self.whole and sum == chain_checksum(self.head, job, at, body)
+            self.add_event(seq, at, body, sum, size)
 
-    def add(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
-        """Go on to the next fact, whose checksum fits."""
+    def add_event(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
+        """Add the next event, without verifying its checksum."""
         self.seq, self.head, self.at = seq, sum, at
         self.facts, self.size = self.facts + 1, self.size + size
         try:
@@ -61,48 +64,47 @@ class Log(msgspec.Struct):
 
 
 class Logs:
-    """The logs of one database.
+    """Index of the event logs in one database.
 
     Args:
-        db: with the tables `jobs` and `facts`.
-        kept: the log as a snapshot of a job has it, if there is one that fits.
+        db: Database with the tables `jobs` and `facts`.
+        kept: Returns the index in a job's snapshot, or None without a valid snapshot.
 
     Raises, from every method:
-        sqlite3.Error: the database cannot be read.
+        sqlite3.Error: If the database cannot be read.
     """
 
     def __init__(self, db: sqlite3.Connection, kept: Callable[[str], Log | None]) -> None:
         self._db, self._kept = db, kept
         self._known: dict[str, Log] = {}  # by job, as of the last look
 
-    def now(self) -> dict[str, Log]:
-        """Every job's log. Not to be changed."""
+    def read_all_logs(self) -> dict[str, Log]:
+        """Return the present index of every job's log. The result must not be changed."""
         heads = dict(self._db.execute("select id, head from jobs order by rowid").fetchall())
         for gone in self._known.keys() - heads:
             del self._known[gone]
-        return {job: self.of(job, head) for job, head in heads.items()}
+        return {job: self.read_log(job, head) for job, head in heads.items()}
 
-    def written(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
-        """Note a fact that this process writes behind the one with the checksum `before`."""
+    def add_written_event(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
+        """Add an event that this process appends to the log whose last checksum is `before`."""
         known = self._known.get(job)
         if known is not None and known.head == before:  # if it is taken back, the next look finds another fact there
-            known.add(seq, at, body, sum, len(body.encode()))
+            known.add_event(seq, at, body, sum, len(body.encode()))
 
-    def of(self, job: str, head: bytes) -> Log:
-        """The log of a job whose row has `head` as the checksum of the last fact."""
+    def read_log(self, job: str, head: bytes) -> Log:
+        """Return the present index of a job's log, whose last checksum is `head`."""
         known = self._known.get(job)
         try:
-            if known is None or (known.head != head and not has(self._db, job, known.seq, known.head)):
+            if known is None or (known.head != head and not has_event(self._db, job, known.seq, known.head)):
                 known = self._known[job] = self._kept(job) or Log()
             if known.head != head:
-                known.take(job, self._db.execute(_BEHIND, (job, known.seq)))
+                known.add_rows(job, self._db.execute(_BEHIND, (job, known.seq)))
         except UnicodeEncodeError:  # a damaged id, which no fact names
             return Log(whole=False)
         return known
 
 
-def has(db: sqlite3.Connection, job: str, seq: int, sum: bytes) -> bool:
-    """Whether a job's fact of this number has this checksum."""
+def has_event(db: sqlite3.Connection, job: str, seq: int, sum: bytes) -> bool:
     return bool(db.execute("select sum from facts where seq = ? and job = ?", (seq, job)).fetchone() == (sum,))
 
 

@@ -1,4 +1,4 @@
-"""Limits that are common to the jobs of one coordinator: limits.toml in its home."""
+"""Limits for all jobs of a coordinator: limits.toml in its home."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ FILE: Final = "limits.toml"
 
 
 class Submitter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one submitter: [submitter]."""
-
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
 
 
 class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ended runs that are kept: [retention]. With both, runs that both select are deleted; with neither, none."""
+    """Retention of ended runs: [retention].
+
+    A run is deleted only if all rules that are set select the run. Without a rule no run is deleted.
+    """
 
     keep: Annotated[int, Meta(ge=0)] | None = None
     older_than: str | None = None  # since the end of a run
 
     @property
-    def older_s(self) -> float | None:
-        """`older_than` in seconds.
+    def older_than_s(self) -> float | None:
+        """Value of `older_than` in seconds, or None.
 
         Raises:
-            JobError: it is no time.
+            JobError: If `older_than` is no duration.
         """
         if self.older_than is None:
             return None
         try:
-            return units.seconds(self.older_than)
+            return units.parse_seconds(self.older_than)
         except ValueError as error:
             raise JobError(f"[retention] older_than = {error}") from None
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of them."""
-
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     submitter: Submitter = Submitter()
     retention: Retention = Retention()
@@ -56,17 +55,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_limits(home: Path) -> Limits:
-    """Return the limits of a home's limits.toml, or the defaults without one.
+    """Return the limits of a home's limits.toml, or the defaults without the file.
 
     Raises:
-        JobError: the file cannot be read, or has an unknown key or a value out of range.
+        JobError: If the file cannot be read, or has an unknown key or a value out of range.
     """
     path = home / FILE
     if not path.exists():
         return Limits()
-    with config.naming(str(path)):
-        found: Limits = config.convert(config.read(path), Limits, "a coordinator's settings")
-        _ = found.retention.older_s
+    with config.prefix_errors(str(path)):
+        found: Limits = config.convert_table(config.read_toml(path), Limits, "a coordinator's settings")
+        _ = found.retention.older_than_s
         _require_disjoint_sites(found.sites)
     return found
 

@@ -1,7 +1,7 @@
-"""Loans of boards to jobs: a board works on one task at a time, so that one job has it at a time.
+"""Leases of devices to jobs. A device works on one task at a time.
 
-This is the one place that knows which job a board is asked by. It also counts for how long each job has had boards,
-which is what a fair share is measured in.
+This module alone records which job uses a device. It also records for how long each job has leased devices, from which
+fair-share scheduling follows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ _NONE: Final[frozenset[str]] = frozenset()
 
 
 class Loans:
-    """Boards by the job that has them, and the seconds for which each job has had boards."""
-
     def __init__(self) -> None:
         self._holder: dict[str, str] = {}  # device -> job
         self._since_s: dict[str, float] = {}  # device -> when it was lent
@@ -22,8 +20,8 @@ class Loans:
         self._begun_s: dict[str, float] = {}  # job -> sum of `_since_s` of its devices
         self._ended_s: dict[str, float] = {}  # job -> seconds of the loans that have ended
 
-    def lend(self, device: str, job: str, now_s: float) -> bool:
-        """Let a job have a board, if no other has it; whether the job has it now."""
+    def acquire_device(self, device: str, job: str, now_s: float) -> bool:
+        """Lease a device to a job if the device is free. Return whether the job holds the lease."""
         holder = self._holder.get(device)
         if holder is None:
             self._holder[device], self._since_s[device] = job, now_s
@@ -31,8 +29,8 @@ class Loans:
             self._begun_s[job] = self._begun_s.get(job, 0.0) + now_s
         return holder in (None, job)
 
-    def take_back(self, device: str, job: str, now_s: float) -> bool:
-        """End a job's loan of a board, if it has it; whether nobody has the board now."""
+    def release_device(self, device: str, job: str, now_s: float) -> bool:
+        """End a job's lease of a device, if the job holds it. Return whether the device is free."""
         holder = self._holder.get(device)
         if holder != job:
             return holder is None
@@ -43,30 +41,27 @@ class Loans:
         self._ended_s[job] = self._ended_s.get(job, 0.0) + now_s - since_s
         return True
 
-    def lent(self, job: str) -> AbstractSet[str]:
-        """Boards that a job has. Not to be changed."""
+    def leased_devices(self, job: str) -> AbstractSet[str]:
         return self._lent.get(job, _NONE)
 
-    def elsewhere(self, job: str) -> AbstractSet[str]:
-        """Boards that other jobs have. Not to be changed."""
+    def devices_of_other_jobs(self, job: str) -> AbstractSet[str]:
         others = [devices for other, devices in self._lent.items() if devices and other != job]
         return others[0] if len(others) == 1 else _NONE.union(*others)
 
-    def seconds(self, job: str, now_s: float) -> float:
-        """Seconds for which a job has had boards, added up over boards, those it has now included."""
+    def device_seconds(self, job: str, now_s: float) -> float:
+        """Return the device seconds that a job has used, with those of running leases."""
         devices = self._lent.get(job)
         running_s = len(devices) * now_s - self._begun_s[job] if devices else 0.0
         return self._ended_s.get(job, 0.0) + running_s
 
-    def level(self, job: str, least_s: float, now_s: float) -> None:
-        """Count at least so many seconds for a job: it was not there to use them."""
-        lacking_s = least_s - self.seconds(job, now_s)
+    def raise_usage(self, job: str, least_s: float, now_s: float) -> None:
+        """Raise the device seconds of a job to at least `least_s`."""
+        lacking_s = least_s - self.device_seconds(job, now_s)
         if lacking_s > 0:
             self._ended_s[job] = self._ended_s.get(job, 0.0) + lacking_s
 
-    def forget(self, job: str, now_s: float) -> None:
-        """Drop all that is known of a job; its boards are nobody's."""
-        for device in tuple(self.lent(job)):
-            self.take_back(device, job, now_s)
+    def forget_job(self, job: str, now_s: float) -> None:
+        for device in tuple(self.leased_devices(job)):
+            self.release_device(device, job, now_s)
         for kept in (self._lent, self._begun_s, self._ended_s):
             kept.pop(job, None)

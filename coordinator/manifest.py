@@ -1,4 +1,4 @@
-"""Whether an update can be folded, from its manifest alone: before a byte of it is fetched."""
+"""Validation of an update by its manifest, before any blob is fetched."""
 
 from __future__ import annotations
 
@@ -19,27 +19,23 @@ SITE_BYTES: Final = 2 << 20  # what a site's update may have besides
 BOARDS_MOST: Final = 10_000  # whose updates a site may pass up
 
 
-def most_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
-    """What a bundle of these tensors takes at the most, in the job's codec."""
+def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
     factor = 1 if wire.codec == "raw" else LOSSY
     held = sum(prod(each.shape) * each.dtype.itemsize for each in expected.values())
     return factor * (held + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
 
 
-def require_fit(
+def require_manifest_fits(
     update: Update, expected: Expected | None, wire: Encoding, most_mb: int | None, boards: int = 0
 ) -> None:
-    """Check an update's bundles, sizes, and tensors as far as it tells them.
+    """Raise UpdateError if an update does not fit the running round, judged by its manifest.
 
     Args:
-        update: as the device announced it.
-        expected: tensors that the method folds; None: the method does not know them beforehand.
-        wire: codec of the job.
-        most_mb: the job's `max_update_mb`; None: it follows from what is expected.
-        boards: of the device, if it is a site.
-
-    Raises:
-        UpdateError: it cannot be folded; says what differs.
+        update: The update as the device announced it.
+        expected: The tensors that the method aggregates, or None if they are not known beforehand.
+        wire: The encoding of the job.
+        most_mb: The job's `max_update_mb`, or None to derive the limit from `expected`.
+        boards: The number of devices behind a site, or 0 for any other device.
     """
     whole_bytes = sum(ref.size for ref in update.bundles.values())
     if most_mb is None and expected is None:
@@ -56,35 +52,38 @@ def require_fit(
         raise UpdateError(f"it has no bundle {absent[0]!r}")
     for bundle, ref in update.bundles.items():
         like = expected.bundles[bundle]
-        if (most := most_bytes(like, wire)) < ref.size:
+        if (most := max_bundle_bytes(like, wire)) < ref.size:
             raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and what was asked for has {most} at the most")
         if bundle in update.layouts:
-            sent = tensors.shaped(update.layouts[bundle])
+            sent = tensors.specs_from_layout(update.layouts[bundle])
             if (held := sum(each.nbytes for each in sent.values())) > ref.size:
                 raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {held}")
-            _require_tensors(compression.told(wire, sent, like), like, expected.whole)
+            _require_expected_tensors(compression.decoded_specs(wire, sent, like), like, expected.whole)
 
 
 class Manifests:
-    """Manifests of a round's updates: what is alike in many of them is checked once.
+    """Validator of the manifests of a round. Equal manifests are checked once.
 
     Args:
-        expected: as for `require_fit`, like `wire` and `most_mb`.
-        wire: codec of the job.
-        most_mb: the job's `max_update_mb`.
+        expected: The tensors that the method aggregates, or None if they are not known beforehand.
+        wire: The encoding of the job.
+        most_mb: The job's `max_update_mb`, or None to derive the limit from `expected`.
     """
 
     def __init__(self, expected: Expected | None, wire: Encoding, most_mb: int | None) -> None:
         self._expected, self._wire, self._most_mb = expected, wire, most_mb
         self._fitted: object = None  # sizes and layouts of the last update that fitted
 
-    def unfit(self, update: Update, boards: int = 0) -> str:
-        """Why an update cannot be folded, as its manifest says; "": it can. `boards`: as of `require_fit`."""
+    def manifest_problem(self, update: Update, boards: int = 0) -> str:
+        """Return why an update does not fit the running round, or "" if it fits.
+
+        `boards` is the number of devices behind a site, or 0 for any other device.
+        """
         told = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
         if told == self._fitted:
             return ""
         try:
-            require_fit(update, self._expected, self._wire, self._most_mb, boards)
+            require_manifest_fits(update, self._expected, self._wire, self._most_mb, boards)
         except UpdateError as error:
             return f"{update.device}: {error}"
         self._fitted = None if boards else told
@@ -92,18 +91,17 @@ class Manifests:
 
 
 def _require_site_size(whole_bytes: int, expected: Expected | None, most_mb: int | None, boards: int) -> None:
-    """Raise UpdateError if the device is no site, or its update is larger than its boards can make it."""
     if not boards:
         raise UpdateError("it is what a site sends, and the device has no right to be one")
     times = max(SUM_TIMES, min(boards, BOARDS_MOST))
     each = most_mb << 20 if most_mb is not None else 0
     if most_mb is None and expected is not None:
-        each = sum(most_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
+        each = sum(max_bundle_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
     if whole_bytes > (most := times * each + SITE_BYTES):
         raise UpdateError(f"it has {whole_bytes} bytes, and {boards} boards send {most} at the most")
 
 
-def _require_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:
+def _require_expected_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:
     odd = sorted(told.keys() ^ like.keys() if whole else told.keys() - like.keys())
     if odd:
         raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")

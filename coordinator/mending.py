@@ -1,6 +1,7 @@
-"""Reading back what a job has in its depot, which gives only what is verified.
+"""Verified reads of a job's blobs.
 
-What is gone or damaged is rebuilt where the log allows it, asked for again from its device, or refused by name.
+A blob that is missing or damaged is rebuilt from the event log, requested again from its device, or reported as an
+error.
 """
 
 from __future__ import annotations
@@ -33,22 +34,20 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class LostUpdateError(JobError):
-    """Raised when an update that is here, or is in the running round's sum, is gone or damaged on disk."""
-
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"{device}'s update: {reason}")
         self.device, self.reason = device, reason
 
 
 class UnreadableError(StoreError):
-    """Raised when the disk fails where something of a job is read: another try, a moment later, may find it well.
+    """Error for a failed disk read of a job's data. A later attempt may succeed.
 
     Args:
-        what: cannot be read, and whose it is.
-        error: of the disk.
-        again: sha256 of the blob, if it is made or asked for again once it is gone.
-        place: what has to be on a disk that can be read, so that the job can go on.
-        lasts: whether the job waits as long as necessary, because no file descriptor is left.
+        what: The data that cannot be read, and their owner.
+        error: The error of the disk.
+        again: The sha256 of a blob that can be rebuilt or requested again, else "".
+        place: The folder that must be readable before the job can continue.
+        lasts: Whether the job waits without a limit, because no file descriptor is left.
     """
 
     def __init__(
@@ -58,15 +57,14 @@ class UnreadableError(StoreError):
         self.what, self.again, self.place = what, again, place
         self.lasts = lasts or _find_descriptor_error(error) is not None
 
-    def mend(self, run: str) -> str:
-        """What lets the run go on, as a sentence's end."""
+    def format_fix(self, run: str) -> str:
         back = " or put a backup back (`fedquilt restore`)" if self.place == _HOME else ""
         return f"move {self.place} to another disk{back}, then `fedquilt resume {run}`"
 
 
 @contextmanager
-def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
-    """Name what the disk does not give back; arguments as of `UnreadableError`."""
+def convert_read_errors(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
+    """Convert StoreErrors raised in the body to UnreadableErrors with these arguments."""
     try:
         yield
     except (tensors.NoStateError, UnreadableError):
@@ -76,7 +74,7 @@ def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
 
 
 def suspension_reason(error: BaseException) -> UnreadableError | None:
-    """Return the reason to hold a job for an error of the disk or a lack of file descriptors, or None."""
+    """Return why an error suspends its job, or None if the error does not concern the disk."""
     if isinstance(error, UnreadableError):
         return error
     if (lack := _find_descriptor_error(error)) is None:
@@ -86,7 +84,6 @@ def suspension_reason(error: BaseException) -> UnreadableError | None:
 
 
 def _find_descriptor_error(error: BaseException | None) -> OSError | None:
-    """Return the OSError in the chain of causes that no file descriptor is left, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DESCRIPTORS:
             return error
@@ -94,8 +91,8 @@ def _find_descriptor_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-def _reading(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:
-    return reading(f"{what} ({ref.sha256[:12]})", ref.sha256 if again else "")
+def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:
+    return convert_read_errors(f"{what} ({ref.sha256[:12]})", ref.sha256 if again else "")
 
 
 class _Named(Disk):
@@ -103,39 +100,36 @@ class _Named(Disk):
 
     Args:
         disk: on which it is.
-        naming: as `reading`.
+        naming: as `convert_read_errors`.
     """
 
     def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._naming = disk, naming
 
     def stat(self, path: Place) -> Found | None:
-        """See `Disk`."""
         with self._naming(), doing(f"read {path}"):
             return self._disk.stat(path)
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        """See `Disk`."""
         with self._naming(), doing(f"read {path}"):
             return self._disk.read(path, offset, size)
 
     def read_into(self, path: Place, buffer: Any, offset: int) -> int:
-        """See `Disk`."""
         with self._naming(), doing(f"read {path}"):
             return self._disk.read_into(path, buffer, offset)
 
 
-def streamed(depot: Depot, update: Update) -> Contribution:
-    """An update whose tensors are read from disk one at a time, each time that one is asked for.
+def open_update(depot: Depot, update: Update) -> Contribution:
+    """Return an update whose tensors are read from disk each time they are used.
 
     Raises:
-        LostUpdateError: a blob of it is gone, or damaged.
-        UnreadableError: the disk fails.
-        UpdateError: a bundle is no safetensors blob.
+        LostUpdateError: If a blob of the update is missing or damaged.
+        UnreadableError: If the disk fails.
+        UpdateError: If a bundle is no safetensors blob.
     """
     bundles = {}
     for name, ref in update.bundles.items():
-        naming = partial(_reading, f"{update.device}'s update", ref, again=True)
+        naming = partial(_convert_blob_read_errors, f"{update.device}'s update", ref, again=True)
         with naming():
             path = depot.verified_path(ref.sha256)
         if path is None:
@@ -144,56 +138,59 @@ def streamed(depot: Depot, update: Update) -> Contribution:
     return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def base(depot: Depot, device: str, sha256: str) -> Tensors | None:
-    """Float32 tensors that a device's update has moved from, read one at a time; None: they are gone, or damaged.
+def open_base_tensors(depot: Depot, device: str, sha256: str) -> Tensors | None:
+    """Return the float32 tensors that an update is relative to, or None if they are lost.
+
+    Each tensor is read when it is used.
 
     Raises:
-        UnreadableError: the disk fails.
+        UnreadableError: If the disk fails.
     """
-    naming = partial(reading, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
+    naming = partial(convert_read_errors, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
     with naming():
         path = depot.verified_path(sha256)
     return None if path is None else tensor_files.Floats(path, _Named(depot.disk, naming))
 
 
-def stored_sum(depot: Depot, folded: Folded, kind: type, room: Scratch) -> Any:
-    """Sum of updates that a fact names, in a scratch file if it is large.
+def load_partial_aggregate(depot: Depot, folded: Folded, kind: type, room: Scratch) -> Any:
+    """Return the stored partial aggregate of an event, in the scratch file if large.
 
     Raises:
-        LostUpdateError: it is gone, damaged, or of another version of fedquilt: so are the updates that were in it.
-        UnreadableError: the disk fails.
+        LostUpdateError: If the partial aggregate is missing, damaged or from another version, and its updates are lost
+            too.
+        UnreadableError: If the disk fails.
     """
     told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
     try:
-        large = partial(tensor_files.read_sum, kind=kind, disk=depot.disk, room=room)
-        with _reading(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
-            if (found := _read(depot, folded.sum, kind, large)) is not None:
+        large = partial(tensor_files.read_accumulator, kind=kind, disk=depot.disk, room=room)
+        with _convert_blob_read_errors(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
+            if (found := _load_object(depot, folded.sum, kind, large)) is not None:
                 return found
     except tensors.NoStateError as error:
         log.warning("%s cannot be used: %s", told, error)
     raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
 
 
-def contribution(depot: Depot, update: Update) -> Contribution:
-    """An update with its tensors, read from disk.
+def load_update(depot: Depot, update: Update) -> Contribution:
+    """Return an update with all tensors in memory.
 
     Raises:
-        LostUpdateError: a blob of it is gone, or damaged.
-        UnreadableError: the disk fails.
-        UpdateError: a bundle is no safetensors blob, or holds values that are not finite.
+        LostUpdateError: If a blob of the update is missing or damaged.
+        UnreadableError: If the disk fails.
+        UpdateError: If a bundle is no safetensors blob, or contains values that are not finite.
     """
     bundles = {}
     for name, ref in update.bundles.items():
-        with _reading(f"{update.device}'s update", ref, again=True):
+        with _convert_blob_read_errors(f"{update.device}'s update", ref, again=True):
             payload = depot.load(ref.sha256)
         if payload is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
-        bundles[name] = tensors.decode(payload)
+        bundles[name] = tensors.decode_tensors(payload)
         tensors.require_finite(bundles[name])
     return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def state(
+def load_or_rebuild_state(
     run: str,
     depot: Depot,
     ref: BlobRef,
@@ -203,57 +200,52 @@ def state(
     *,
     again: bool = False,
 ) -> Any:
-    """A job's state.
+    """Return a method state from the blob store. Rebuild and store a lost state.
 
     Args:
-        run: id of the job.
-        depot: where it is stored.
-        ref: of the state.
-        kind: class of the state.
-        rebuild: makes the state anew from what it followed from; None: that is not here any more.
-        lazy_bytes: tensors of as many bytes stay on the disk: see `tensor_files.read_state`.
-        again: whether what it followed from is here still, so that it is stored anew once it is gone.
+        run: The id of the job.
+        depot: The blob store.
+        ref: The reference of the state.
+        kind: The class of the state.
+        rebuild: The function that makes the state again, or returns None if its origin is lost too.
+        lazy_bytes: The size from which on tensors stay on disk. See `tensor_files.read_state`.
+        again: Whether the origin is available, so that a lost state can be stored again.
 
     Raises:
-        JobError: it is lost, or of another version of fedquilt.
-        UnreadableError: the disk fails.
-        StoreError: the disk takes no state that is made anew.
+        JobError: If the state is lost, or from another version of fedquilt.
+        UnreadableError: If the disk fails.
+        StoreError: If the rebuilt state cannot be written.
     """
     try:
-        naming = partial(_reading, f"the state of {run}", ref, again)
+        naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
         disk = _Named(depot.disk, naming)
         large = partial(tensor_files.read_state, kind=kind, disk=disk, lazy_bytes=lazy_bytes)
         with naming():
-            found = _read(depot, ref, kind, large)
+            found = _load_object(depot, ref, kind, large)
         if found is not None:
             return found
         made = rebuild()
-        if made is None or depot.put(packed := tensors.pack(made)) != ref:
+        if made is None or depot.store_bytes(packed := tensors.pack_state(made)) != ref:
             raise JobError(
                 f"the state of {run} ({ref.sha256[:12]}) is gone from {depot.folder}, or damaged, and cannot be made "
                 "again from its log: put back a copy of the whole home, or run the job anew"
             )
         log.warning("the state of %s (%s) was gone or damaged: it is made again", run, ref.sha256[:12])
-        return tensors.unpack(packed, kind)
+        return tensors.unpack_state(packed, kind)
     except tensors.NoStateError as error:
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
 
 
-def _read(depot: Depot, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
-    """A stored state or sum, which `large` reads from its path if it is large; None: it is gone, or damaged.
-
-    Raises:
-        StoreError: it cannot be read, or is none of that type.
-    """
+def _load_object(depot: Depot, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
     if ref.size > WHOLE_BYTES:
         path = depot.verified_path(ref.sha256)
         return None if path is None else large(path)
     payload = depot.load(ref.sha256)
-    return None if payload is None else tensors.unpack(payload, kind)
+    return None if payload is None else tensors.unpack_state(payload, kind)
 
 
-def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
-    """Report, once for each job, that a device has counted a round which the log does not know."""
+def warn_of_rolled_back_log(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
+    """Log a warning, once per job, if a device has counted a round that the event log lacks."""
     if claim.counted is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
         return
     if device not in rounds.asked or device in rounds.lost:
@@ -266,35 +258,34 @@ def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[s
     )
 
 
-def of_bundle(run: str, folder: Path) -> AbstractContextManager[None]:
-    """Name the bundle of a run where the disk does not give it back."""
-    return reading(f"the bundle of {run}", place=f"the bundle {folder}")
+def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager[None]:
+    return convert_read_errors(f"the bundle of {run}", place=f"the bundle {folder}")
 
 
-def bundle_of(run: str, folder: Path, depot: Depot) -> Bundle:
-    """The bundle of a run, whose files are read when they are asked for.
+def open_bundle(run: str, folder: Path, depot: Depot) -> Bundle:
+    """Return the bundle of a run. Files are read on first use.
 
     Raises:
-        JobError: there is none, or it is damaged.
-        UnreadableError: the disk fails.
+        JobError: If the bundle is missing or damaged.
+        UnreadableError: If the disk fails.
     """
-    with of_bundle(run, folder):
-        return bundle.load(folder, depot.disk)
+    with convert_bundle_read_errors(run, folder):
+        return bundle.load_bundle(folder, depot.disk)
 
 
-def restore(run: str, depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
-    """Store the files of a run's bundle that the depot lacks, or whose copies there are damaged.
+def restore_bundle_files(run: str, depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
+    """Store the files of a run's bundle that are missing or damaged in the blob store.
 
     Raises:
-        JobError: the bundle's own file is gone, or not what the bundle says.
-        UnreadableError: the disk fails where it is read.
-        StoreError: the depot cannot be written.
+        JobError: If the bundle's own copy is missing or damaged.
+        UnreadableError: If the disk fails while the bundle is read.
+        StoreError: If the blob store cannot be written.
     """
     for name, ref in files.items():
-        if not depot.has(ref):
-            with of_bundle(run, folder):
-                path = bundle.file(folder, ref, depot.disk)
+        if not depot.has_blob(ref):
+            with convert_bundle_read_errors(run, folder):
+                path = bundle.verify_file(folder, ref, depot.disk)
             try:
-                depot.put_file(path, ref)
+                depot.store_file(path, ref)
             except DamagedBlobError as error:  # it has changed since
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None

@@ -1,7 +1,7 @@
-"""An S3-compatible object store, as far as the coordinator needs one: addresses that it has signed (AWS Signature 4).
+"""Signed URLs for an S3-compatible object store (AWS Signature Version 4).
 
-A signed address opens one object for one HTTP method for EXPIRES_S to anyone who has it; the keys stay here. A store
-checks times by its own clock, so addresses are signed by that clock: `Bucket.offset_s`.
+A signed URL permits one HTTP method on one object for EXPIRES_S, to anyone who has the URL. The keys stay in this
+process. A store checks times by its own clock, so URLs are signed with that time (`Bucket.offset_s`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Method = Literal["GET", "PUT", "HEAD", "DELETE"]
 
 @dataclass
 class Bucket:
-    """A bucket, and the keys to it; `repr` shows no key.
+    """Bucket of an object store, with its access keys. The `repr` contains no key.
 
     Args:
-        origin: scheme, host and port of the store.
-        path: "/BUCKET", and a prefix of all objects.
-        region: of the store.
-        key_id: identifier of the access key.
-        secret: secret part of the access key.
-        session: token of a temporary key; "": the key is permanent.
-        clock: seconds since 1970, as this machine counts them.
+        origin: The scheme, host and port of the store.
+        path: The path "/BUCKET", with an optional prefix of all objects.
+        region: The region of the store.
+        key_id: The id of the access key.
+        secret: The secret part of the access key.
+        session: The token of a temporary key, or "" for a permanent key.
+        clock: The clock of this machine, in seconds since 1970.
     """
 
     origin: str
@@ -48,11 +48,11 @@ class Bucket:
     offset_s: float = 0.0  # the store's clock less `clock`
 
     @classmethod
-    def parse(cls, url: str, environment: Mapping[str, str]) -> Bucket:
-        """A bucket by its address, with the keys in environment variables.
+    def from_url(cls, url: str, environment: Mapping[str, str]) -> Bucket:
+        """Return the bucket with this URL, and with the access keys of the environment.
 
         Raises:
-            JobError: the address names no bucket, or a key is missing.
+            JobError: If the URL names no bucket, or a key is missing.
         """
         try:
             parts = urlsplit(url)
@@ -71,15 +71,17 @@ class Bucket:
             )
         return cls(f"{parts.scheme}://{parts.netloc}", path, given.get("region", "us-east-1"), key_id, secret, session)
 
-    def source(self, method: Method, name: str, size: int | None = None) -> Source:
-        """Signed address of an object, or of the bucket for ""; with `size`, of an upload of so many bytes."""
-        return Source(url=self.signed(method, name, size))
+    def sign_source(self, method: Method, name: str, size: int | None = None) -> Source:
+        return Source(url=self.sign_url(method, name, size))
 
-    def signed(self, method: Method, name: str, size: int | None = None) -> str:
-        """See `source`."""
+    def sign_url(self, method: Method, name: str, size: int | None = None) -> str:
+        """Return the signed URL of an object, or of the bucket itself if `name` is "".
+
+        With `size`, the URL is valid only for an upload of exactly this many bytes.
+        """
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.clock() + self.offset_s))
         scope = f"{stamp[:8]}/{self.region}/s3/aws4_request"
-        headers = {"host": _host(self.origin)} | ({} if size is None else {"content-length": str(size)})
+        headers = {"host": _host_header(self.origin)} | ({} if size is None else {"content-length": str(size)})
         names = ";".join(sorted(headers))
         query = {
             "X-Amz-Algorithm": "AWS4-HMAC-SHA256",
@@ -102,7 +104,7 @@ class Bucket:
         return f"{self.origin}{path}?{said}&X-Amz-Signature={code}"
 
     def set_clock(self, date: str) -> float:
-        """Set the store's clock by the date of its answer; returns the change in seconds."""
+        """Set the clock offset from an HTTP date. Return the change in seconds, 0 for an invalid date."""
         try:
             before, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
         except (TypeError, ValueError, OverflowError):
@@ -110,8 +112,7 @@ class Bucket:
         return abs(self.offset_s - before)
 
 
-def _host(origin: str) -> str:
-    """A store's name as HTTP names it: without the port that its scheme has anyway."""
+def _host_header(origin: str) -> str:
     parts = urlsplit(origin)
     usual = {"http": 80, "https": 443}[parts.scheme]
     return parts.netloc.rpartition(":")[0] if parts.port == usual else parts.netloc

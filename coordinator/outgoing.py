@@ -1,4 +1,4 @@
-"""Open tasks: sent, sent again while unclaimed, withdrawn; and which blobs a device may fetch. No decisions, no log."""
+"""Dispatch of tasks to devices: repetition until acceptance, and permission to fetch blobs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ REISSUE_MOST_S = 60.0
 
 @dataclass
 class Issue:
-    """One open task: when it was last sent, how long to wait for a claim, and which blobs its device may fetch."""
-
     sent_s: float  # or when it was last to be sent
     patience_s: float
     blobs: set[str]
 
     @property
     def due_s(self) -> float:
-        """Time at which the task is to be sent again."""
         return self.sent_s + self.patience_s
 
 
 class Issues:
-    """Open tasks by device. A task is a retained message, so that it survives restarts of either side."""
+    """Open tasks by device, sent as retained messages that survive restarts of either side."""
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
@@ -43,44 +40,41 @@ class Issues:
     def __contains__(self, device: str) -> bool:
         return device in self._open
 
-    def devices(self) -> list[str]:
-        """Devices with an open task."""
+    def devices_with_task(self) -> list[str]:
         return list(self._open)
 
-    def send(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
-        """Send a device its task, encoded, for the first time or again."""
+    def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
         patience_s = self._open[device].patience_s if device in self._open else REISSUE_S / 2
         blobs = {ref.sha256 for ref in task.bundles.values()}
         self._open[device] = issue = Issue(now_s, min(patience_s * 2, REISSUE_MOST_S), blobs)
-        self._list(device, issue.due_s)
-        self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
+        self._schedule_repetition(device, issue.due_s)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), payload, retain=True)
 
-    def withdraw(self, device: str) -> None:
-        """Withdraw a device's task, if any."""
+    def cancel_task(self, device: str) -> None:
         self._open.pop(device, None)
-        self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), b"", retain=True)
 
-    def be_patient(self, device: str) -> None:
-        """Repeat the task rarely: its device is working on it."""
+    def slow_resends(self, device: str) -> None:
+        """Resend a device's task at the longest interval, because the device is working on the task."""
         if device in self._open:
             self._open[device].patience_s = REISSUE_MOST_S
 
-    def due(self, now_s: float) -> list[str]:
-        """Devices whose task is to be sent again.
+    def take_due_devices(self, now_s: float) -> list[str]:
+        """Return the devices whose task must be sent again, and schedule the next repetition.
 
-        One that nobody sends, as its device is not wanted for the moment, is due again after as long.
+        A task that the caller does not send becomes due again after the same interval.
         """
         found = []
-        while self.next_s() <= now_s:
+        while self.next_repetition_s() <= now_s:
             found.append(heapq.heappop(self._agenda)[1])
             del self._listed[found[-1]]
         for device in found:
             self._open[device].sent_s = now_s
-            self._list(device, self._open[device].due_s)
+            self._schedule_repetition(device, self._open[device].due_s)
         return found
 
-    def next_s(self) -> float:
-        """Time of the next repetition; infinite without open tasks."""
+    def next_repetition_s(self) -> float:
+        """Return the time of the next repetition, or infinity without open tasks."""
         while self._agenda:
             due_s, device = self._agenda[0]
             current, issue = self._listed.get(device) == due_s, self._open.get(device)
@@ -90,26 +84,24 @@ class Issues:
             if current:
                 del self._listed[device]
                 if issue is not None:
-                    self._list(device, issue.due_s)
+                    self._schedule_repetition(device, issue.due_s)
         return math.inf
 
-    def _list(self, device: str, due_s: float) -> None:
+    def _schedule_repetition(self, device: str, due_s: float) -> None:
         if due_s < self._listed.get(device, math.inf):
             self._listed[device] = due_s
             heapq.heappush(self._agenda, (due_s, device))
 
-    def release(self, device: str, release: wire.Release) -> bool:
-        """Note what a device shall run, and may fetch; whether it is another release than the one before."""
+    def record_release(self, device: str, release: wire.Release) -> bool:
+        """Record a device's release and permit its blob. Return whether the release has changed."""
         before = self._released.get((device, release.kind))
         self._released[device, release.kind] = release
         return before != release
 
-    def recall(self, device: str, kind: wire.Kind) -> None:
-        """Note that a device is not sent a release of this kind any more."""
+    def forget_release(self, device: str, kind: wire.Kind) -> None:
         self._released.pop((device, kind), None)
 
-    def may_have(self, device: str, sha256: str) -> bool:
-        """Whether a blob is part of the device's open task, or of a release that it was sent."""
+    def may_fetch_blob(self, device: str, sha256: str) -> bool:
         if device in self._open and sha256 in self._open[device].blobs:
             return True
         released = (self._released.get((device, kind)) for kind in KINDS)

@@ -1,8 +1,8 @@
-"""What a site's update holds: whose it is, and a sum of its boards' updates or, where none can stand for them, all.
+"""Format of a site's update: the partial aggregate of its devices, or their updates.
 
-The bundles of such an update are named `site.…`, and travel raw, whatever the job's codec: the site has decoded them.
-One of updates has a table of its boards, and their tensors named by board, bundle and tensor: several such bundles make
-one update, so that none is too large for a manifest, or has a header too large to be read.
+The bundles of such an update are named `site.*` and sent without the job's codec, because the site has decoded them. A
+bundle of updates has a table of devices, and tensors named by device, bundle and tensor. One update is divided into
+several such bundles, so that manifests and tensor headers stay small enough.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fedquilt.core import (
     StoreError,
     Tensors,
     UpdateError,
-    shapes,
+    tensor_shapes,
 )
 from fedquilt.core.rights import SITE_BUNDLES
 
 SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
-FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.tensors.parts`
+FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.tensors.split_state`
 TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `Part`
 BUNDLE_BYTES: Final = 32 << 20  # of tensors in one bundle of updates; the last update in it may be beyond
 BUNDLE_TENSORS: Final = 8000  # likewise
 
 
 class Part(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A board in a site's update: its name alone beside a sum, else what it has sent beside its tensors."""
+    """Part of a site's update for one device. With a partial aggregate, only the name is set."""
 
     device: Name
     weight: Amount = 0.0
@@ -45,33 +45,33 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     bundles: tuple[Label, ...] = ()
 
 
-def table(parts: Sequence[Part]) -> np.ndarray:
-    """Boards as a tensor, uint8 (n,)."""
+def encode_parts(parts: Sequence[Part]) -> np.ndarray:
+    """Return the parts as a tensor of JSON bytes, uint8 (n,)."""
     return np.frombuffer(msgspec.json.encode(parts), np.uint8)
 
 
-def summed(arrays: Tensors, form: str, boards: Sequence[str]) -> dict[str, Any]:
-    """Bundle of an accumulator of these boards' updates, whose arrays may lie on the disk."""
-    told = {FORM: np.frombuffer(form.encode(), np.uint8), TABLE: table([Part(each) for each in boards])}
-    return {**shapes(arrays), **told}
+def bundle_from_aggregate(arrays: Tensors, form: str, boards: Sequence[str]) -> dict[str, Any]:
+    """Return the bundle of a partial aggregate of these devices. Arrays may stay on disk."""
+    told = {FORM: np.frombuffer(form.encode(), np.uint8), TABLE: encode_parts([Part(each) for each in boards])}
+    return {**tensor_shapes(arrays), **told}
 
 
-def total(bundle: Tensors, kind: type) -> Any:
-    """The accumulator of a site's update. Its sums are those of the bundle, read where they are used if on the disk.
+def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
+    """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used.
 
     Raises:
-        UpdateError: it is none of this type.
+        UpdateError: If the bundle contains no partial aggregate of this type.
     """
-    form, there = bundle.get(FORM), shapes(bundle)
+    form, there = bundle.get(FORM), tensor_shapes(bundle)
     if form is None or form.dtype != np.uint8:
         raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
     slots = {name: np.empty(0) for name in there if name not in (FORM, TABLE)}
     names = {id(slot): name for name, slot in slots.items()}
     try:
-        found: Any = tensors.whole(slots, {"state": form.tobytes().decode()}, kind)
+        found: Any = tensors.state_from_parts(slots, {"state": form.tobytes().decode()}, kind)
     except (StoreError, UnicodeDecodeError) as error:
         raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
-    return exact.laid_out(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
+    return exact.map_limbs(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
 
 
 class _Bundle(Mapping[str, np.ndarray]):
@@ -92,8 +92,8 @@ class _Bundle(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Bundles of an update that passes these updates up: one at least, whose table is empty if there are none."""
+def bundle_updates(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yield the named bundles of a site's update, at least one, with these updates in order."""
     number, size, parts, held = 0, 0, list[Part](), dict[str, np.ndarray]()
     for update in given:
         for place, bundle in enumerate(update.bundles.values()):
@@ -102,21 +102,21 @@ def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.n
                 size += array.nbytes
         parts.append(Part(update.device, update.weight, dict(update.metrics), tuple(update.bundles)))
         if len(held) >= BUNDLE_TENSORS or size >= BUNDLE_BYTES:
-            yield f"{SITE_BUNDLES}{number}", {TABLE: table(parts), **held}
+            yield f"{SITE_BUNDLES}{number}", {TABLE: encode_parts(parts), **held}
             number, size, parts, held = number + 1, 0, [], {}
     if parts or not number:
-        yield f"{SITE_BUNDLES}{number}", {TABLE: table(parts), **held}
+        yield f"{SITE_BUNDLES}{number}", {TABLE: encode_parts(parts), **held}
 
 
 def parts_of_site(update: Contribution) -> list[Part]:
-    """Return the parts of a site's update, one for each board, sorted by the board's name.
+    """Return the parts of a site's update, sorted by device.
 
     Raises:
-        UpdateError: it does not name them, one of them is named twice, or a number of it is not finite.
+        UpdateError: If the table of devices is missing, names a device twice, or contains a weight that is not finite.
     """
     seen, found = set[str](), []
     for bundle in update.bundles.values():
-        for part in _parts(bundle):
+        for part in _decode_parts(bundle):
             if part.device in seen:
                 raise UpdateError(f"it has {part.device} twice")
             seen.add(part.device)
@@ -128,24 +128,24 @@ def parts_of_site(update: Contribution) -> list[Part]:
     return sorted(found, key=lambda part: part.device)
 
 
-def contributions(update: Contribution) -> list[Contribution]:
-    """The updates that a site's update passes up, in its own order; tensors are read when they are asked for.
+def split_site_update(update: Contribution) -> list[Contribution]:
+    """Return the updates inside a site's update. Tensors are read when they are used.
 
     Raises:
-        UpdateError: it holds something else, or weighs something else than they do.
+        UpdateError: If the update contains anything else, or its weight is not the sum of their weights.
     """
     found = []
     for name, bundle in update.bundles.items():
         if not name.startswith(SITE_BUNDLES) or name == SUM:
             raise UpdateError(f"bundle {name!r} stands beside updates that are passed up")
-        found += _cut(update.round, bundle)
+        found += _split_bundle(update.round, bundle)
     if (weight := math.fsum(each.weight for each in found)) != update.weight:
         raise UpdateError(f"the updates of {len(found)} boards weigh {weight:g}, in one that weighs {update.weight:g}")
     return found
 
 
-def _cut(round: int, bundle: Tensors) -> list[Contribution]:
-    parts = _parts(bundle)
+def _split_bundle(round: int, bundle: Tensors) -> list[Contribution]:
+    parts = _decode_parts(bundle)
     names: dict[str, list[str]] = {
         f"{at}/{place}/": [] for at, part in enumerate(parts) for place in range(len(part.bundles))
     }
@@ -170,7 +170,7 @@ def _cut(round: int, bundle: Tensors) -> list[Contribution]:
     ]
 
 
-def _parts(bundle: Tensors) -> list[Part]:
+def _decode_parts(bundle: Tensors) -> list[Part]:
     given = bundle.get(TABLE)
     if given is None or given.dtype != np.uint8 or given.ndim != 1:
         raise UpdateError(f"it has no table of its boards ({TABLE!r}): the site has to be of this version of fedquilt")

@@ -1,4 +1,4 @@
-"""Places of blobs beside the broker, as the coordinator names them to its boards: its own server, an object store."""
+"""Locations of blobs besides the broker: the coordinator's HTTP server and an object store."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ JOBS_MOST: Final = 8  # transfers with an object store at once
 
 @dataclass(frozen=True)
 class Where:
-    """Options of an operator: the places at which the coordinator offers blobs.
+    """Settings of the locations at which the coordinator offers blobs.
 
     Args:
-        listen: HOST:PORT of its own server; None: it has none.
-        url: address by which boards reach that server; None: the host of `listen`.
-        bucket: of an object store, with its keys; None: there is none.
-        ca: authority of the store's certificate, beside those of the system.
-        limits: limits on the connections of its own server.
+        listen: The address of the coordinator's own server, HOST:PORT, or None for no server.
+        url: The URL of this server as devices reach it, or None for the host of `listen`.
+        bucket: The bucket of an object store, or None for no store.
+        ca: The authority of the store's certificate, in addition to those of the system.
+        limits: The limits on connections to the own server.
 
     Raises:
-        JobError: an address is malformed, or boards cannot reach it.
+        JobError: If an address is malformed, or devices cannot reach it.
     """
 
     listen: str | None = None
@@ -46,24 +46,24 @@ class Where:
 
     def __post_init__(self) -> None:
         if self.listen is not None:
-            host, _ = open_metrics.address(self.listen)
-            if self.url is None and _anywhere(host):
+            host, _ = open_metrics.parse_address(self.listen)
+            if self.url is None and _is_wildcard_address(host):
                 raise JobError(
                     f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
                     "it by --blobs-url, for instance https://coordinator.site:8443"
                 )
         if self.url is not None:
-            _require_url(self.url, self.listen is not None)
+            _require_server_url(self.url, self.listen is not None)
 
-    def base(self, port: int, *, sealed: bool) -> str:
-        """Address of the server that listens at `port`, without a slash at its end.
+    def server_url(self, port: int, *, sealed: bool) -> str:
+        """Return the URL of the server that listens at `port`, without a trailing slash.
 
         Raises:
-            JobError: the URL has TLS and the fleet has none, or the other way round.
+            JobError: If the scheme of `url` contradicts whether the fleet uses certificates.
         """
         scheme = "https" if sealed else "http"
         if self.url is None:
-            host, _ = open_metrics.address(self.listen or "")
+            host, _ = open_metrics.parse_address(self.listen or "")
             return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not self.url.startswith(f"{scheme}://"):
             why = "the coordinator has a certificate" if sealed else "the coordinator has no certificate (--cert)"
@@ -72,17 +72,17 @@ class Where:
 
 
 class Places(Carriers):
-    """Carriers of the coordinator, with its own server and an object store.
+    """Transfers through the coordinator's own server and an object store.
 
     Args:
-        where: places to offer.
-        depot: of the blobs.
-        allowed: `allowed(device, sha256)`: whether a device may have a blob now.
-        identity: certificates of the fleet; None: unsigned.
-        fleet: name of the fleet.
+        where: The locations to offer.
+        depot: The blob store.
+        allowed: The function that returns whether a device (first argument) may fetch a blob (sha256) now.
+        identity: The certificates of the fleet, or None for an unsigned fleet.
+        fleet: The name of the fleet.
 
     Raises:
-        JobError: the server cannot listen, or an address does not fit.
+        JobError: If the server cannot listen, or its URL does not match the fleet.
     """
 
     def __init__(
@@ -97,87 +97,81 @@ class Places(Carriers):
         self._stored = None
         if where.bucket is not None:
             self._stored = Stored(where.bucket, fleet, depot, self)
-            self._stored.look()
+            self._stored.request_clock()
         self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
         self._able: set[str] = set()  # devices whose profile lists the carrier "http"
         self._server: BlobServer | None = None
         self._base = ""
         if where.listen is not None:
-            host, port = open_metrics.address(where.listen)
-            self._server = BlobServer(host, port, depot, allowed, self.tell, identity, Connections(where.limits))
+            host, port = open_metrics.parse_address(where.listen)
+            self._server = BlobServer(host, port, depot, allowed, self.add_result, identity, Connections(where.limits))
             try:
-                self._base = where.base(self._server.port, sealed=identity is not None)
+                self._base = where.server_url(self._server.port, sealed=identity is not None)
             except JobError:
                 self._server.close()
                 raise
 
-    def said(self, profile: Profile) -> None:
-        """Note the carriers in a device's profile."""
+    def record_profile(self, profile: Profile) -> None:
         (self._able.add if HTTP in profile.carriers else self._able.discard)(profile.device)
 
     @property
-    def served(self) -> str:
-        """Address at which blobs are served; "": none."""
+    def server_address(self) -> str:
         return self._base
 
-    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """See `Carriers`."""
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
         if device not in self._able:
             return ()
-        return (*(self._stored.offers(device, ref) if self._stored else ()), *self._own(device, ref, None))
+        return (
+            *(self._stored.download_locations(device, ref) if self._stored else ()),
+            *self._own_locations(device, ref, None),
+        )
 
-    def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
-        """See `Carriers`."""
+    def upload_locations(self, device: str, intake: Intake) -> tuple[Source, ...]:
         if device not in self._able:
             return ()
-        stored = self._stored.accepts(device, intake.ref) if self._stored else ()
+        stored = self._stored.upload_locations(device, intake.ref) if self._stored else ()
         self._first_own[device, intake.ref.sha256] = len(stored)
-        return (*stored, *self._own(device, intake.ref, intake))
+        return (*stored, *self._own_locations(device, intake.ref, intake))
 
-    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
-        """See `Carriers`."""
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
         if self._stored is None or source >= self._first_own.get((device, ref.sha256), 0):
             return ()
-        return self._stored.brought(device, ref)
+        return self._stored.uploaded_locations(device, ref)
 
-    def take_ready(self) -> list[Key]:
-        """See `Carriers`."""
-        return [] if self._stored is None else self._stored.take_ready()
+    def take_ready_blobs(self) -> list[Key]:
+        return [] if self._stored is None else self._stored.take_ready_blobs()
 
-    def take_ended(self) -> list[Ended]:
-        """See `Carriers`."""
-        found = super().take_ended()
-        return found if self._stored is None else [each for each in found if not self._stored.take(each)]
+    def take_results(self) -> list[Ended]:
+        found = super().take_results()
+        return found if self._stored is None else [each for each in found if not self._stored.handle_result(each)]
 
-    def over(self, key: Key) -> None:
-        """See `Carriers`."""
+    def close_locations(self, key: Key) -> None:
         self._first_own.pop(key, None)
         if self._stored is not None:
-            self._stored.over(key)
+            self._stored.delete_upload(key)
         if self._server is not None:
-            self._server.revoke(*key, put=True)
+            self._server.revoke_token(*key, put=True)
 
     def close(self) -> None:
-        """Stop the own server."""
         if self._server is not None:
             self._server.close()
 
-    def _own(self, device: str, ref: BlobRef, intake: Intake | None) -> tuple[Source, ...]:
+    def _own_locations(self, device: str, ref: BlobRef, intake: Intake | None) -> tuple[Source, ...]:
         if self._server is None:
             return ()
-        token = self._server.grant(device, ref, intake)
+        token = self._server.issue_token(device, ref, intake)
         start = 0 if intake is None else intake.at
         return (Source(url=f"{self._base}/blobs/{ref.sha256}", token=token, start=start),)
 
 
-def _anywhere(host: str) -> bool:
+def _is_wildcard_address(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
 
 
-def _require_url(url: str, listens: bool) -> None:
+def _require_server_url(url: str, listens: bool) -> None:
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

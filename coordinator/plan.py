@@ -1,4 +1,4 @@
-"""Constants of a job, which its rounds follow from beside its facts."""
+"""Immutable parameters of a job. Together with the event log, they determine the job state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from fedquilt.coordinator.settings import Cohort, Job, Stop
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Constants of a job."""
-
     seed: int
     rounds: int
     cohort: Cohort
@@ -18,6 +16,5 @@ class Plan(msgspec.Struct, frozen=True):
     check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
 
     @staticmethod
-    def of(job: Job) -> Plan:
-        """Constants from a job's settings."""
+    def from_job(job: Job) -> Plan:
         return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)

@@ -1,4 +1,4 @@
-"""Reasons for which a device declines a task or its update is rejected: the one table of them."""
+"""Reasons why devices decline tasks and why updates are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGAIN_ROUNDS: Final = 10  # rounds until a device that declined for lack of memo
 
 
 class Refusal(NamedTuple):
-    """A reason to decline a task.
+    """Properties of a reason to decline a task.
 
     Attributes:
         lasts: Time for which the device is not selected.
@@ -83,8 +83,6 @@ UNKNOWN: Final = REFUSALS["failed"]  # of a code that only later versions have
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A refusal of a device that lasts beyond the attempt: the task declined, and the start of the agent."""
-
     round: int
     code: str
     reason: str
@@ -93,13 +91,13 @@ class Refused(msgspec.Struct, frozen=True):
     short: Short | None = None
 
     def would_recur(self, round: int, actions: Collection[str], start: str, short: Short) -> bool:
-        """Return whether the device would refuse the present task again.
+        """Return whether the device would decline the present task again.
 
         Args:
-            round: number of the running round.
-            actions: of a task of the running round; the refusal says nothing of a task that asks for less.
-            start: of the device's agent, as it is now.
-            short: requirements of the task on the device.
+            round: The number of the running round.
+            actions: The actions of a task of this round. The decline does not apply to a task with fewer actions.
+            start: The key of the agent's present start.
+            short: The requirements of the task on the device.
         """
         kind = REFUSALS[self.code]
         if (start != self.start and self.code != UPDATE) or not self.actions.issubset(actions):
@@ -107,4 +105,4 @@ class Refused(msgspec.Struct, frozen=True):
         if round == self.round or kind.lasts == "start":
             return kind.recurs
         within = kind.lasts == "rounds" and round < self.round + AGAIN_ROUNDS
-        return within and self.short is not None and self.short.same(short)
+        return within and self.short is not None and self.short.is_at_least(short)

@@ -1,4 +1,4 @@
-"""Requests of people to a coordinator: to stop a run or go on with it, to begin a rollout, end it or take it back."""
+"""Requests of users to a coordinator: stop or resume runs, start, abort or roll back rollouts."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Ended, Noted
 from fedquilt.coordinator.rollouts import Plan
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, UNENDED, Row, Store
-from fedquilt.coordinator.store_rows import user
+from fedquilt.coordinator.store_rows import current_user
 from fedquilt.core import JobError
 
 
-def stop(store: Store, run: str) -> str:
-    """Stop a run, at once or at its coordinator's next look at the store; returns what comes of it, as a sentence.
+def stop_run(store: Store, run: str) -> str:
+    """Stop a run, at once or through its coordinator. Return a message for the user.
 
     Raises:
-        JobError: it has ended already.
-        StoreError: there is no such run, or the home cannot be written.
+        JobError: If the run has ended.
+        StoreError: If the run does not exist, or the home cannot be written.
     """
-    row = store.job(run)
+    row = store.find_job(run)
     if row.status not in UNENDED:
         raise JobError(f"{row.id} is {row.status} already")
-    if store.served():
+    if store.is_served():
         store.set_status(row.id, "stopping")
         return f"{row.id} stops at the coordinator's next look at its store (within a second or so)"
-    return f"{row.id} is {store.end(row.id, Ended('stopped', 'by request'))}; no coordinator was running it"
+    return (
+        f"{row.id} is {store.end_inactive_job(row.id, Ended('stopped', 'by request'))}; no coordinator was running it"
+    )
 
 
-def resume(store: Store, run: str) -> Row:
-    """Let a stopped, failed or interrupted run go on, as soon as a coordinator looks at the store; returns its row.
+def resume_run(store: Store, run: str) -> Row:
+    """Mark a stopped, failed or interrupted run for its coordinator to resume, and return the run.
 
     Raises:
-        JobError: it is done, or a simulation's.
-        StoreError: there is no such run, or the home cannot be written.
+        JobError: If the run is done, or belongs to a simulation.
+        StoreError: If the run does not exist, or the home cannot be written.
     """
-    row = store.job(run)
+    row = store.find_job(run)
     if row.status == "done":
         export = f"fedquilt export {row.id} --home {store.home} --out FILE"
         raise JobError(f"{row.id} is done; `{export}` writes its result")
@@ -49,41 +51,42 @@ def resume(store: Store, run: str) -> Row:
     return row
 
 
-def approve(store: Store, run: str) -> str:
-    """Let a run begin that its job's [trigger] has started and that waits for its owner; returns what comes of it.
+def approve_run(store: Store, run: str) -> str:
+    """Queue a run that a [trigger] started and that waits for approval. Return a message.
 
     Raises:
-        JobError: it does not wait for that.
-        StoreError: there is no such run, or the home cannot be written.
+        JobError: If the run does not wait for approval.
+        StoreError: If the run does not exist, or the home cannot be written.
     """
-    row = store.job(run)
+    row = store.find_job(run)
     if row.status != UNAPPROVED:
         raise JobError(f"{row.id} is {row.status}: only a run that is {UNAPPROVED} can be approved")
-    store.append(row.id, Noted(f"approved by {user()}"))
+    store.append_event(row.id, Noted(f"approved by {current_user()}"))
     store.set_status(row.id, "queued")
     return f"{row.id} begins at the coordinator's next look at its store"
 
 
 def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
-    """Queue devices for removal by the coordinator, and return a message for the user.
+    """Queue devices for removal by the coordinator. Return a message for the user.
 
     Raises:
-        JobError: a device is not known, or has a task and `force` is not given.
-        StoreError: what is kept of devices cannot be read or written.
+        JobError: If a device is unknown, or has a task and `force` is not set.
+        StoreError: If the stored device data cannot be read or written.
     """
     with BoardStore(store.home, writes=True) as boards:
-        known = {each.device: each for each in boards.boards()}
+        known = {each.device: each for each in boards.load_statuses()}
         for device in devices:
             if device not in known:
                 raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
-            if (doing := known[device].doing) is not None and not force and store.served():
+            if (doing := known[device].doing) is not None and not force and store.is_served():
                 raise JobError(
                     f"{device} has a task of {doing.job}, round {doing.round}: wait until it has answered, or take the "
                     "task back with --force"
                 )
         boards.request_removal(devices)
     return (
-        f"{', '.join(devices)}: removed {_when(store)}. An agent that still runs brings its device back with its next "
+        f"{', '.join(devices)}: removed {_describe_when(store)}. An agent that still runs brings its device "
+        "back with its next "
         "message. A certificate is not revoked by this: `fedquilt ca revoke NAME`"
     )
 
@@ -92,59 +95,64 @@ def queue_rollout(store: Store, plan: Plan, payload: bytes | None) -> str:
     """Store the payload of a rollout, if any, queue the rollout, and return its id.
 
     Raises:
-        JobError: it cannot be carried out, or one of its kind is under way.
-        StoreError: the home cannot be written.
+        JobError: If the plan is invalid, or another rollout of its kind is under way.
+        StoreError: If the home cannot be written.
     """
-    plan.require()
+    plan.require_valid()
     if payload is None:
-        return store.rollouts.add(plan)
-    ref = store.depot.put(payload)
-    with store.transaction():
-        store.depot.put(payload, ref)  # again if a coordinator has collected garbage since
-        return store.rollouts.add(replace(plan, blob=ref))
+        return store.rollouts.add_rollout(plan)
+    ref = store.depot.store_bytes(payload)
+    with store.open_transaction():
+        store.depot.store_bytes(payload, ref)  # again if a coordinator has collected garbage since
+        return store.rollouts.add_rollout(replace(plan, blob=ref))
 
 
-def abort(store: Store, rollout: str = "") -> str:
-    """End a rollout that is under way: boards that have it return; says what comes of it.
+def abort_rollout(store: Store, rollout: str = "") -> str:
+    """Request the abort of a rollout under way. Return a message for the user.
+
+    Devices with its release return to what they ran before.
 
     Raises:
-        JobError: it has ended.
-        StoreError: there is no such rollout, or the home cannot be written.
+        JobError: If the rollout has ended.
+        StoreError: If the rollout does not exist, or the home cannot be written.
     """
-    kept = store.rollouts.find(rollout)
-    if not kept.state.under_way:
+    kept = store.rollouts.find_rollout(rollout)
+    if not kept.state.is_under_way:
         status = kept.state.status
         mend = f"; `fedquilt deploy --rollback {kept.state.id}` takes it back" if status == "done" else ""
         raise JobError(f"{kept.state.id} is {status}{mend}")
-    store.rollouts.wish(kept.state.id, "abort")
-    return f"{kept.state.id} of {kept.state.plan.name} is ended {_when(store)}: boards that have it return"
+    store.rollouts.set_request(kept.state.id, "abort")
+    return f"{kept.state.id} of {kept.state.plan.name} is ended {_describe_when(store)}: boards that have it return"
 
 
-def roll_back(store: Store, rollout: str = "") -> str:
-    """Take a rollout back that is done; says what comes of it.
+def roll_back_rollout(store: Store, rollout: str = "") -> str:
+    """Request the rollback of a completed rollout. Return a message for the user.
 
     Raises:
-        JobError: it is not done, has been taken back already, or boards have or had a later one.
-        StoreError: there is no such rollout, or the home cannot be written.
+        JobError: If the rollout is not done, or a later rollout has reached its devices.
+        StoreError: If the rollout does not exist, or the home cannot be written.
     """
-    kept = store.rollouts.find(rollout)
+    kept = store.rollouts.find_rollout(rollout)
     state = kept.state
     if state.status != "done":
-        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.under_way else ""
+        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.is_under_way else ""
         raise JobError(f"{state.id} is {state.status}{mend}")
-    known = [each.state for each in store.rollouts.all()]
+    known = [each.state for each in store.rollouts.readable_rollouts()]
     for later in known[known.index(state) + 1 :]:
         if later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
             continue
         raise JobError(
-            f"boards {'were offered' if later.over else 'have'} {later.id} of {later.plan.name} since, and keep one "
+            f"boards {'were offered' if later.is_reverted else 'have'} {later.id} of {later.plan.name} since, "
+            "and keep one "
             f"former state alone: deploy anew what they ran before {state.id}"
         )
-    store.rollouts.wish(state.id, "roll back")
-    return f"{state.id} of {state.plan.name} is taken back {_when(store)}: boards return to what they ran before"
+    store.rollouts.set_request(state.id, "roll back")
+    return (
+        f"{state.id} of {state.plan.name} is taken back {_describe_when(store)}: boards return to what they ran before"
+    )
 
 
-def _when(store: Store) -> str:
-    if store.served():
+def _describe_when(store: Store) -> str:
+    if store.is_served():
         return "at the coordinator's next look at its store (within a second or so)"
     return f"as soon as a coordinator serves {store.home}"

@@ -1,8 +1,7 @@
-"""The rollouts of a home, carried out beside its jobs: what boards say becomes facts, and facts become releases.
+"""Execution of a home's rollouts: device reports become events, and events become releases.
 
-It decides nothing itself: `rollouts.decide_rollout` says which fact comes next, and `rollouts.release` what a board is
-to have. Facts are written before anything is sent that rests on them, so a coordinator that is killed goes on where it
-was.
+All decisions are made by `rollouts`. Events are written before any message that depends on them is sent, so that a
+killed coordinator continues where it was.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fedquilt.coordinator.outgoing import KINDS
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Heard, Offered, RolledBack, Rollout, Seen
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, Profile, StoreError, shorten_error
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -39,12 +38,13 @@ class Rolling:
     """All rollouts of a store.
 
     Args:
-        registry: of the devices, which its owner keeps.
-        poll_s: interval at which the store is asked for new rollouts and wishes.
-        tell: is called with each new fact, and the rollout after it.
+        executor: The link to the devices.
+        store: The home of the rollouts.
+        registry: The devices of the coordinator.
+        poll_s: The interval at which the store is searched for new rollouts and requests.
+        tell: The callback for each new event, with the rollout after the event.
 
-    Raises, from every method that has `now_s`:
-        StoreError: nothing can be written any more.
+    Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
     def __init__(
@@ -70,73 +70,66 @@ class Rolling:
 
     # -- what happens --
 
-    def heard(self, device: str, message: wire.Installed) -> None:
-        """Note what a board has said of a release, for the next step."""
+    def receive_report(self, device: str, message: wire.Installed) -> None:
         self._told.append((device, message))
 
-    def appeared(self, device: str, now_s: float) -> None:
-        """Send a board that has just come its releases again, which it or the broker may have lost."""
+    def resend_releases(self, device: str, now_s: float) -> None:
         self._arrived = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
-    def say_all_again(self, now_s: float) -> None:
-        """Send every open release again in a new session with the broker, which may have lost what it retained."""
+    def resend_all_releases(self, now_s: float) -> None:
         self._opened_s = now_s
         for kind, device in self._owners:
-            if self._states[self._owners[kind, device]].phase(device) not in rollouts.SETTLED:
+            if self._states[self._owners[kind, device]].device_phase(device) not in rollouts.SETTLED:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
-        """Do everything that is due; returns when to call again."""
         self._opened_s = min(self._opened_s, now_s)
         polled = now_s >= self._poll_s + self._every_s
         if polled:
             self._poll_s = now_s
-            self._look(now_s)
+            self._read_store(now_s)
         if heard := self._told:
             self._told = []
-            self._take(heard, now_s)
+            self._record_reports(heard, now_s)
         if polled or heard:
-            self._decide(now_s)
+            self._decide_rollouts(now_s)
         if now_s >= self._resend_s:
-            self._send_again(now_s)
+            self._repeat_releases(now_s)
         return min(self._poll_s + self._every_s, self._resend_s)
 
     # -- within --
 
-    def _look(self, now_s: float) -> None:
-        """Read new rollouts and wishes from the store."""
+    def _read_store(self, now_s: float) -> None:
         kept = self._store.rollouts
-        for found in kept.all():
+        for found in kept.readable_rollouts():
             state = self._states.get(found.state.id)
             if state is None:
                 state = self._states[found.state.id] = found.state
-                self._own(state, state.offered)
-                wall_s = self._store.depot.disk.wall_s()
-                if (restarted := rollouts.restarted(state, wall_s - found.at)) is not None:
-                    self._record([(state.id, restarted)], now_s)
+                self._set_owner(state, state.offered)
+                wall_s = self._store.depot.disk.wall_clock_s()
+                if (restarted := rollouts.rollout_restart_event(state, wall_s - found.at)) is not None:
+                    self._record_events([(state.id, restarted)], now_s)
                     state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
-                    self._issue(state, state.offered, now_s)
+                    self._send_releases(state, state.offered, now_s)
             if found.wish:
-                self._grant(state, found.wish, now_s)
-        for id, why in kept.unreadable().items():
+                self._apply_request(state, found.wish, now_s)
+        for id, why in kept.read_errors().items():
             if id not in self._warned:
                 self._warned.add(id)
                 log.error("%s", why)
 
-    def _grant(self, state: Rollout, wish: str, now_s: float) -> None:
-        """Do what somebody asks for, as far as the rollout still allows it."""
-        if wish == "abort" and state.under_way:
-            self._record([(state.id, Aborted("by request", self._store.rollouts.serial()))], now_s)
+    def _apply_request(self, state: Rollout, wish: str, now_s: float) -> None:
+        if wish == "abort" and state.is_under_way:
+            self._record_events([(state.id, Aborted("by request", self._store.rollouts.next_serial()))], now_s)
         elif wish == "roll back" and state.status == "done":
-            self._record([(state.id, RolledBack(self._store.rollouts.serial()))], now_s)
-        self._store.rollouts.wish(state.id, "")
+            self._record_events([(state.id, RolledBack(self._store.rollouts.next_serial()))], now_s)
+        self._store.rollouts.set_request(state.id, "")
 
-    def _take(self, heard: Iterable[tuple[str, wire.Installed]], now_s: float) -> None:
-        """Write what boards have said, all at once."""
+    def _record_reports(self, heard: Iterable[tuple[str, wire.Installed]], now_s: float) -> None:
         latest: dict[tuple[str, str], Rollout] = {}
         facts: list[tuple[str, AnyFact]] = []
         for device, message in heard:
@@ -144,7 +137,7 @@ class Rolling:
             if id is None:
                 continue
             state = latest.get((id, device), self._states[id])
-            fact = rollouts.told(state, device, message)
+            fact = rollouts.event_from_report(state, device, message)
             if fact is None:
                 continue
             self._facts[id, device] += 1
@@ -152,98 +145,100 @@ class Rolling:
                 if said == FACTS_MOST + 1:
                     log.warning("%s says ever more of %s: it is not noted any more", device, id)
                 continue
-            latest[id, device] = rollouts.apply(state, fact)
+            latest[id, device] = rollouts.apply_rollout_event(state, fact)
             facts.append((id, fact))
-        self._record(facts, now_s)
+        self._record_events(facts, now_s)
 
-    def _decide(self, now_s: float) -> None:
-        """Make all decisions that are due, once it is known which boards there are, and while they can be heard."""
-        if self._executor.absence.away or now_s < self._opened_s + SETTLE_S:
+    def _decide_rollouts(self, now_s: float) -> None:
+        if self._executor.absence.is_disconnected or now_s < self._opened_s + SETTLE_S:
             return
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
-            while (state := self._states[id]).under_way or (arrived and state.status == "done"):
-                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else None
-                fact = rollouts.decide_rollout(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
+            while (state := self._states[id]).is_under_way or (arrived and state.status == "done"):
+                without = (
+                    rollouts.incompatible_devices(state.plan, self._known_profiles())
+                    if state.status == "queued"
+                    else None
+                )
+                fact = rollouts.decide_rollout_event(
+                    state, self.devices_of_rollout(state), now_s, self._store.rollouts.next_serial(), without
+                )
                 if fact is None:
                     break
-                self._record([(id, fact)], now_s)
+                self._record_events([(id, fact)], now_s)
 
-    def fleet(self, state: Rollout) -> dict[str, Seen]:
-        """The boards that a rollout selects, or has offered its release to, and that no later one has or will have."""
+    def devices_of_rollout(self, state: Rollout) -> dict[str, Seen]:
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
-            online = known is not None and known.online  # one that has just gone is no canary
+            online = known is not None and known.is_online  # one that has just gone is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
-            opened_s = self._opened_s - rollouts.waited_s(state, device, online)
+            opened_s = self._opened_s - rollouts.earlier_wait_s(state, device, online)
             since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
             profile = known.profile if known is not None else None
-            able = profile is None or not rollouts.hindrance(state.plan, profile)
+            able = profile is None or not rollouts.incompatibility_reason(state.plan, profile)
             found[device] = Seen(online, since_s, None if profile is None else profile.labels, able)
-        return rollouts.concerned(state, list(self._states.values()), found)
+        return rollouts.select_rollout_devices(state, list(self._states.values()), found)
 
-    def _profiles(self) -> dict[str, Profile]:
+    def _known_profiles(self) -> dict[str, Profile]:
         known = self._registry.devices
         return {device: each.profile for device, each in known.items() if each.profile is not None}
 
-    def _record(self, facts: list[tuple[str, AnyFact]], now_s: float) -> None:
-        """Write facts, then act on them."""
+    def _record_events(self, facts: list[tuple[str, AnyFact]], now_s: float) -> None:
         if not facts:
             return
-        self._store.rollouts.append(facts)
+        self._store.rollouts.append_events(facts)
         for id, fact in facts:
-            state = self._states[id] = rollouts.apply(self._states[id], fact)
+            state = self._states[id] = rollouts.apply_rollout_event(self._states[id], fact)
             self._tell(state, fact)
             match fact:
                 case Offered(devices=devices):
-                    self._own(state, devices)
+                    self._set_owner(state, devices)
                     self._told_s.update(dict.fromkeys(devices, now_s))
-                    self._issue(state, devices, now_s)
+                    self._send_releases(state, devices, now_s)
                 case Aborted() | RolledBack():
                     self._arrived = True
-                    self._issue(state, state.offered, now_s)
+                    self._send_releases(state, state.offered, now_s)
                 case Heard(device):
                     self._told_s[device] = now_s
-                    if state.over:  # what it says may change what it is to be sent
-                        self._issue(state, [device], now_s)
+                    if state.is_reverted:  # what it says may change what it is to be sent
+                        self._send_releases(state, [device], now_s)
                 case rollouts.Done():
                     self._arrived = True
 
-    def _own(self, state: Rollout, devices: Iterable[str]) -> None:
+    def _set_owner(self, state: Rollout, devices: Iterable[str]) -> None:
         for device in devices:
             self._owners[state.plan.kind, device] = state.id
 
-    def _issue(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
-        """Send boards what a rollout has for them, except boards that a later rollout was offered to."""
+    def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
                 self._send_release(state.plan.kind, device, now_s)
 
     def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
-        """Send a device its release and schedule the next repetition. If sending fails, abort the rollout."""
         state = self._states[self._owners[kind, device]]
         try:
-            self._executor.release(device, kind, rollouts.release(state, device))
+            self._executor.send_release(device, kind, rollouts.release_for_device(state, device))
         except StoreError:
             raise
         except FedquiltError as error:
-            if not state.over:
-                log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=about(device=device))
+            if not state.is_reverted:
+                log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=log_ids(device=device))
             if state.status == "running":
-                self._record([(state.id, Aborted(shorten_error(str(error)), self._store.rollouts.serial()))], now_s)
+                self._record_events(
+                    [(state.id, Aborted(shorten_error(str(error)), self._store.rollouts.next_serial()))], now_s
+                )
             return
-        if (phase := state.phase(device)) not in rollouts.SETTLED:
+        if (phase := state.device_phase(device)) not in rollouts.SETTLED:
             before = self._sent.get((kind, device), (0.0, RESEND_S / 2))[1]
             self._sent[kind, device] = (now_s, ASK_S if phase else min(2 * before, RESEND_MOST_S))
             self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
 
-    def _send_again(self, now_s: float) -> None:
-        """Send releases again to boards that are online and have not ended with them, as a message may be lost."""
-        views = self._registry.seen(now_s)
+    def _repeat_releases(self, now_s: float) -> None:
+        views = self._registry.device_views(now_s)
         for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]
-            phase = state.phase(device)
+            phase = state.device_phase(device)
             if phase in rollouts.SETTLED:
                 del self._sent[kind, device]
             elif phase and patience_s < ASK_S:

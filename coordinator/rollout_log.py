@@ -1,4 +1,4 @@
-"""Rollouts in a coordinator's database: a row for each, and the log of its facts, with checksums as jobs have them."""
+"""Rollouts in a coordinator's database: one row each, and a checksummed event log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from fedquilt.coordinator.checksums import FIRST, checksum, link
-from fedquilt.coordinator.rollouts import Aborted, AnyFact, Begun, Plan, RolledBack, Rollout, apply
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, encoded, storing, user
+from fedquilt.coordinator.checksums import FIRST, chain_checksum, checksum
+from fedquilt.coordinator.rollouts import Aborted, AnyFact, Begun, Plan, RolledBack, Rollout, apply_rollout_event
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, current_user, encode_lossless, storing
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 Wish: TypeAlias = Literal["", "abort", "roll back"]
@@ -35,8 +35,6 @@ _plan: Final = msgspec.json.Decoder(Plan).decode
 
 
 class Line(NamedTuple):
-    """A row of `rollouts`."""
-
     id: str
     plan: str  # JSON
     created: float  # wall-clock seconds
@@ -46,8 +44,6 @@ class Line(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A rollout as the database has it."""
-
     state: Rollout
     created: float  # wall-clock seconds
     submitter: str
@@ -59,14 +55,14 @@ class RolloutLog:
     """Rollouts of one database.
 
     Args:
-        db: which `Rows` has been made for.
-        home: whose it is, for errors.
-        writing: one transaction, as of `Store`.
-        wall_s: gives wall-clock seconds.
+        db: The database, whose tables exist.
+        rows: The other tables of the database.
+        home: The home of the database, for error messages.
+        writing: The function that opens a write transaction.
+        wall_s: The clock, in wall-clock seconds.
 
-    Raises, from every method:
-        StoreError: the database cannot be read or written.
-        DamagedRunError: the rows of a rollout that is read are not what was written; names it and the mend.
+    Every method raises StoreError if the database cannot be read or written, and DamagedRunError if the rows of its
+    rollout are damaged.
     """
 
     def __init__(
@@ -81,23 +77,23 @@ class RolloutLog:
         self._db, self._rows, self._home, self._writing = db, rows, home, writing
         self._read: dict[str, tuple[int, bytes, Rollout, float]] = {}  # id -> last fact read, its sum, state and time
 
-    def add(self, plan: Plan, *, id: str = "") -> str:
-        """Queue a rollout; its id is `<kind>-<date>-<time>-<random>`.
+    def add_rollout(self, plan: Plan, *, id: str = "") -> str:
+        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given.
 
         Raises:
-            JobError: it cannot be carried out or read back unchanged, or one of its kind is under way.
+            JobError: If the plan is invalid or cannot be stored, or another rollout of its kind is under way.
         """
-        plan.require()
+        plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
-            for kept in self._all()[0]:
-                if kept.state.plan.kind == plan.kind and kept.state.under_way:
+            for kept in self._load_all()[0]:
+                if kept.state.plan.kind == plan.kind and kept.state.is_under_way:
                     raise JobError(
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
                         f"`fedquilt deploy --abort {kept.state.id} --home {self._home}`"
                     )
-            line = Line(id, encoded(id, plan, _plan), now, user())
+            line = Line(id, encode_lossless(id, plan, _plan), now, current_user())
             marks = ", ".join("?" * (len(line) + 1))
             self._db.execute(
                 f"insert into rollouts ({_COLUMNS}, sum) values ({marks})",  # noqa: S608
@@ -105,24 +101,22 @@ class RolloutLog:
             )
         return id
 
-    def all(self) -> list[Kept]:
-        """Every rollout whose rows can be read, in the order of queueing."""
-        with self._reading():
-            return self._all()[0]
+    def readable_rollouts(self) -> list[Kept]:
+        with self._read_transaction():
+            return self._load_all()[0]
 
-    def unreadable(self) -> dict[str, str]:
-        """Id -> why its rows cannot be read."""
-        with self._reading():
-            return self._all()[1]
+    def read_errors(self) -> dict[str, str]:
+        with self._read_transaction():
+            return self._load_all()[1]
 
-    def find(self, rollout: str = "") -> Kept:
+    def find_rollout(self, rollout: str = "") -> Kept:
         """Return the latest rollout with this id, run or version, or the latest of all for "".
 
         Raises:
-            StoreError: there is none.
+            StoreError: If there is no such rollout, or its rows cannot be read.
         """
-        known = self.all()
-        if rollout and (why := self.unreadable().get(rollout)):
+        known = self.readable_rollouts()
+        if rollout and (why := self.read_errors().get(rollout)):
             raise StoreError(why)
         for kept in reversed(known):
             if rollout in ("", kept.state.id, kept.state.plan.name, kept.state.plan.name.rsplit("-", 3)[0]):
@@ -130,120 +124,119 @@ class RolloutLog:
         there = ", ".join(kept.state.id for kept in known) or "none"
         raise StoreError(f"no rollout {rollout!r} in {self._home}; there are: {there}")
 
-    def facts(self, id: str) -> list[tuple[int, float, AnyFact]]:
-        """(sequence, wall-clock seconds, fact) of a rollout, oldest first."""
-        with self._reading():
-            return list(self._facts(self._line(id), 0, FIRST))
+    def read_events(self, id: str) -> list[tuple[int, float, AnyFact]]:
+        """Return the events of a rollout, oldest first, as (sequence number, wall-clock seconds, event)."""
+        with self._read_transaction():
+            return list(self._load_events(self._load_row(id), 0, FIRST))
 
-    def append(self, facts: Sequence[tuple[str, AnyFact]]) -> None:
-        """Write facts (rollout, fact), all of them or none; if the store is durable they are on disk when it returns.
+    def append_events(self, facts: Sequence[tuple[str, AnyFact]]) -> None:
+        """Write (rollout, event) pairs in one transaction, to the disk if the store is durable.
 
         Raises:
-            JobError: one of them could not be read back unchanged.
+            JobError: If an event cannot be encoded without loss.
         """
-        rows = [(id, fact, encoded(id, fact, _decoded)) for id, fact in facts]
+        rows = [(id, fact, encode_lossless(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
             heads: dict[str, bytes] = {}
             now = self._wall_s()
             for id, _, body in rows:
-                heads[id] = link(heads[id] if id in heads else self._line(id).head, id, now, body)
+                heads[id] = chain_checksum(heads[id] if id in heads else self._load_row(id).head, id, now, body)
                 self._db.execute(
                     "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, now, body, heads[id])
                 )
             for id, head in heads.items():
-                self._change(self._line(id)._replace(head=head))
+                self._update_row(self._load_row(id)._replace(head=head))
             if serials := [fact.serial for _, fact, _ in rows if isinstance(fact, Begun | Aborted | RolledBack)]:
-                self._rows.count(_SERIAL, max(serials))
+                self._rows.set_counter(_SERIAL, max(serials))
 
-    def wish(self, id: str, wish: Wish) -> None:
-        """Ask the coordinator for something, or note that it was done: ""."""
+    def set_request(self, id: str, wish: Wish) -> None:
+        """Store a request to the coordinator, or "" once the request has been handled."""
         with self._writing():
-            self._change(self._line(id)._replace(wish=wish))
+            self._update_row(self._load_row(id)._replace(wish=wish))
 
-    def serial(self) -> int:
-        """Number for a release, greater than any before, also those of a home that was put back to an earlier state."""
+    def next_serial(self) -> int:
+        """Return a release number above all earlier ones, even after a restored backup."""
         with storing(self._home):
-            return max((self._rows.counter(_SERIAL) or 0) + 1, int(time.time()))
+            return max((self._rows.read_counter(_SERIAL) or 0) + 1, int(time.time()))
 
-    def blobs(self) -> set[str]:
-        """Blobs that some board may still ask for: of rollouts under way, and of those that boards have last."""
+    def referenced_blobs(self) -> set[str]:
+        """Return the blobs that devices may still fetch: of rollouts under way and of latest releases."""
         owners: dict[tuple[str, str], Rollout] = {}
         latest: dict[str, Rollout] = {}
         wanted = set()
-        for kept in self.all():
+        for kept in self.readable_rollouts():
             state = kept.state
-            if state.over or state.plan.blob is None:
+            if state.is_reverted or state.plan.blob is None:
                 continue
-            if state.under_way:
+            if state.is_under_way:
                 wanted.add(state.plan.blob.sha256)
             latest[state.plan.kind] = state
             owners.update({(device, state.plan.kind): state for device in state.offered})
         return wanted | {each.plan.blob.sha256 for each in (*owners.values(), *latest.values()) if each.plan.blob}
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Rows and facts of one moment: a coordinator may write between two looks."""
-        with storing(self._home), nullcontext() if self._db.in_transaction else self._rows.together("deferred"):
+    def _read_transaction(self) -> Iterator[None]:
+        with storing(self._home), nullcontext() if self._db.in_transaction else self._rows.open_transaction("deferred"):
             yield
 
     # -- within: nothing here turns SQLite's errors into a sentence --
 
-    def _all(self) -> tuple[list[Kept], dict[str, str]]:
+    def _load_all(self) -> tuple[list[Kept], dict[str, str]]:
         found, odd = list[Kept](), dict[str, str]()
         for (id,) in self._db.execute("select id from rollouts order by rowid").fetchall():
             try:
-                found.append(self._kept(self._line(id)))
+                found.append(self._load_rollout(self._load_row(id)))
             except JobError as error:
                 odd[ascii(id)[1:-1]] = str(error)
         return found, odd
 
-    def _line(self, id: str) -> Line:
+    def _load_row(self, id: str) -> Line:
         found = self._db.execute(f"select {_COLUMNS}, sum from rollouts where id = ?", (id,)).fetchone()  # noqa: S608
         if found is None:
             raise StoreError(f"no rollout {id!r} in {self._home}")
         line = Line(*found[:-1])
         if checksum(*line) != found[-1]:
-            raise self._damaged(id, "its row in the list of rollouts is not what was written")
+            raise self._damage_error(id, "its row in the list of rollouts is not what was written")
         return line
 
-    def _change(self, line: Line) -> None:
+    def _update_row(self, line: Line) -> None:
         self._db.execute(
             "update rollouts set wish = ?, head = ?, sum = ? where id = ?",
             (line.wish, line.head, checksum(*line), line.id),
         )
 
-    def _kept(self, line: Line) -> Kept:
-        """A rollout with its facts, of which those that have been read before are not read again."""
+    def _load_rollout(self, line: Line) -> Kept:
+        # events that were read before are not read again
         seq, before, state, at = self._read.get(line.id) or (0, FIRST, None, line.created)
         if state is None:
             try:
                 state = Rollout(line.id, _plan(line.plan))
             except UNDECODABLE as error:
-                raise self._other(line.id, str(error)) from None
+                raise self._version_error(line.id, str(error)) from None
         if before != line.head:
-            for last, when, fact in self._facts(line, seq, before):
-                seq, at, state = last, when, apply(state, fact)
+            for last, when, fact in self._load_events(line, seq, before):
+                seq, at, state = last, when, apply_rollout_event(state, fact)
         self._read[line.id] = (seq, line.head, state, at)
         return Kept(state, line.created, line.submitter, line.wish, at)
 
-    def _facts(self, line: Line, after: int, before: bytes) -> Iterator[tuple[int, float, AnyFact]]:
+    def _load_events(self, line: Line, after: int, before: bytes) -> Iterator[tuple[int, float, AnyFact]]:
         query = "select seq, at, body, sum from rollout_facts where rollout = ? and seq > ? order by seq"
         for seq, at, body, sum in self._db.execute(query, (line.id, after)).fetchall():
-            before = link(before, line.id, at, body)
+            before = chain_checksum(before, line.id, at, body)
             if sum != before:
-                raise self._damaged(line.id, f"fact {seq}, or the one before it, is not what was written")
+                raise self._damage_error(line.id, f"fact {seq}, or the one before it, is not what was written")
             try:
                 yield seq, at, _decoded(body)
             except UNDECODABLE as error:
-                raise self._other(line.id, f"fact {seq}: {error}") from None
+                raise self._version_error(line.id, f"fact {seq}: {error}") from None
         if before != line.head:
-            raise self._damaged(line.id, "its last facts are missing")
+            raise self._damage_error(line.id, "its last facts are missing")
 
-    def _damaged(self, id: str, what: str) -> DamagedRunError:
+    def _damage_error(self, id: str, what: str) -> DamagedRunError:
         return DamagedRunError(
             f"the log of {ascii(id)[1:-1]} in {self._home} is damaged: {what}; put back a copy of the whole home, or "
             "deploy anew from another home"
         )
 
-    def _other(self, id: str, what: str) -> JobError:
+    def _version_error(self, id: str, what: str) -> JobError:
         return JobError(f"{self._home}: {id} was written by another version of fedquilt ({what}): use that version")

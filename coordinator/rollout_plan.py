@@ -1,4 +1,4 @@
-"""Plan of a rollout, and a check whether it can be carried out."""
+"""Parameters of a rollout, and their validation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Plan of a rollout."""
-
     kind: wire.Kind
     name: Label  # what people call it: the run, or the version
     blob: BlobRef | None = None
@@ -36,26 +34,24 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     settings: dict[Label, Any] = {}
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of the fleet that has the release by the end of each step, the canary's first."""
+    def cumulative_shares(self) -> tuple[float, ...]:
+        """Cumulative share of the fleet after each step, beginning with the canary."""
         return (self.canary, *self.phases)
 
     @property
-    def to_all(self) -> bool:
-        """Whether the rollout is to all boards, also those that come after it is done."""
+    def includes_all_devices(self) -> bool:
+        """Whether the last phase covers all devices, including those that join later."""
         return self.phases[-1] >= 1.0
 
-    def require(self) -> None:
-        """Refuse a plan that cannot be carried out.
-
-        Raises:
-            JobError: says what is wrong in it, and the mend.
-        """
+    def require_valid(self) -> None:
+        """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
         labels.require_selection(self.select)
         if not self.canary or not self.phases:
             raise JobError("a rollout has a canary above 0 % and at least one phase after it: --canary 5% --phases 100")
-        if any(later <= before for before, later in zip(self.shares, self.shares[1:], strict=False)):
-            told = ", ".join(f"{100 * share:g} %" for share in self.shares)
+        if any(
+            later <= before for before, later in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
+        ):
+            told = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
             raise JobError(f"the phases {told} do not grow: each is the share of the fleet that has it by its end")
         if self.window and not _WINDOW.fullmatch(self.window):
             raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")

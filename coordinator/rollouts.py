@@ -1,8 +1,8 @@
-"""Rollouts: what a rollout is to do, its facts, the state that they add up to, and which fact comes next. Pure.
+"""Rollouts of releases: events, state and decisions. Pure.
 
-A rollout offers a release to a few boards first, the canary, and to the next share of the fleet once those before
-have answered. The log of its facts is its whole state, as with jobs: after a crash it goes on where the log ends. What
-a board is to have follows from the state alone (`release`), so that nothing else has to be remembered.
+A rollout offers its release to a few devices first, the canary, and to the next share of the fleet once the devices
+before have committed. The event log is the whole state, so that a rollout continues after a crash. The release of a
+device follows from the state alone (`release_for_device`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from fedquilt import labels, onnx_format, wire
 from fedquilt.coordinator.rollout_plan import Plan as Plan
-from fedquilt.coordinator.rounds import passed_at_restart
-from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived, shorten_error
+from fedquilt.coordinator.rounds import elapsed_at_restart_s
+from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
@@ -32,27 +32,22 @@ LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks f
 # -- facts ----------------------------------------------------------------------------------------
 
 
-class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An event of a rollout, as its log stores it."""
+class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
 
 
 class Begun(Fact, frozen=True):
-    """A coordinator has taken the rollout up; its releases have this serial."""
-
     serial: Count
     without: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
 
 
 class Offered(Fact, frozen=True):
-    """Boards are offered the release, as part of a step: 0 is the canary."""
+    """Offer of the release to devices in a step, where 0 is the canary."""
 
     step: int
     devices: tuple[Name, ...]
 
 
 class Heard(Fact, frozen=True):
-    """A board has said how far it is."""
-
     device: Name
     serial: Count
     phase: wire.Phase
@@ -61,33 +56,31 @@ class Heard(Fact, frozen=True):
 
 
 class Restarted(Fact, frozen=True):
-    """A coordinator has taken the rollout up while a step runs: how much of its limits of time has passed."""
+    """Restart of the coordinator during a step, with the time limits used up so far."""
 
     silent_s: float  # of the time for which a step waits for a board that is offline or has said nothing
     present_s: float  # of the time for which a step waits for a board that is there and has not ended
 
 
 class Passed(Fact, frozen=True):
-    """The boards of a step have answered well enough; `silent`: those that were not waited for any longer."""
+    """Success of a step. The step waited no longer for the `silent` devices."""
 
     step: int
     silent: tuple[Name, ...] = ()
 
 
 class Done(Fact, frozen=True):
-    """All steps have passed. Boards that were away, and new ones, still get it."""
+    """Success of all steps. Devices that connect later still receive the release."""
 
 
 class Aborted(Fact, frozen=True):
-    """The rollout goes no further; releases of this serial return boards to what they ran before."""
+    """Abort of a rollout. Releases with this serial number restore the devices' earlier versions."""
 
     reason: Sentence
     serial: Count
 
 
 class RolledBack(Fact, frozen=True):
-    """A rollout that was done is taken back; releases of this serial return boards to what they ran before."""
-
     serial: Count
 
 
@@ -110,8 +103,6 @@ ALLOWED: Final[Mapping[type[Fact], tuple[Status, ...]]] = {
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """One rollout as its facts have it."""
-
     id: str
     plan: Plan
     status: Status = "queued"
@@ -128,47 +119,45 @@ class Rollout(msgspec.Struct, frozen=True):
     restarts: int = 0  # of coordinators while the step runs
 
     @property
-    def under_way(self) -> bool:
-        """Whether the rollout has not come to its end."""
+    def is_under_way(self) -> bool:
         return self.status in ("queued", "running")
 
     @property
-    def open(self) -> bool:
-        """Whether boards have been offered the step that runs."""
+    def is_step_open(self) -> bool:
         return self.status == "running" and self.step in self.offered.values()
 
     @property
-    def over(self) -> bool:
+    def is_reverted(self) -> bool:
         """Whether the rollout was aborted or rolled back."""
         return self.back > 0
 
-    def phase(self, device: str) -> str:
-        """How far a board is with the latest release of the rollout; "": it has said nothing of that."""
+    def device_phase(self, device: str) -> str:
+        """Return a device's phase in the latest release of the rollout, or "" before its first report."""
         told = self.heard.get(device)
         if told is None:
             return ""
-        ended = self.over and told.phase in FAILED  # it has nothing to return from
+        ended = self.is_reverted and told.phase in FAILED  # it has nothing to return from
         return told.phase if ended or told.serial == (self.back or self.serial) else ""
 
-    def standing(self, device: str) -> str:
-        """`phase`, or "lost" for a board that fell silent while it checked or soaked and is not waited for any more."""
-        phase = self.phase(device)
+    def device_outcome(self, device: str) -> str:
+        """Return the phase of a device, or "lost" if the device fell silent while checking or soaking."""
+        phase = self.device_phase(device)
         return "lost" if phase in SWAPPED and device in self.silent else phase
 
-    def counts(self) -> dict[str, int]:
-        """`standing` -> number of the boards that were offered it; "" stands for those that have said nothing."""
+    def count_outcomes(self) -> dict[str, int]:
+        """Return the number of offered devices by outcome, where "" means without a report."""
         found: dict[str, int] = {}
         for device in self.offered:
-            standing = self.standing(device)
+            standing = self.device_outcome(device)
             found[standing] = found.get(standing, 0) + 1
         return found
 
 
-def apply(state: Rollout, fact: AnyFact) -> Rollout:
-    """The state after a fact.
+def apply_rollout_event(state: Rollout, fact: AnyFact) -> Rollout:
+    """Return the rollout after an event.
 
     Raises:
-        JobError: it cannot happen in this state: the log was not written by these rules.
+        JobError: If the event is not allowed in this state, so that the log cannot be trusted.
     """
     if state.status not in ALLOWED[type(fact)]:
         raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
@@ -192,8 +181,8 @@ def apply(state: Rollout, fact: AnyFact) -> Rollout:
             return replace(state, status="rolled back", back=serial)
 
 
-def told(state: Rollout, device: str, message: wire.Installed) -> Heard | None:
-    """The fact that a board's message is to this rollout; None: it is none, or known."""
+def event_from_report(state: Rollout, device: str, message: wire.Installed) -> Heard | None:
+    """Return the event for a device's report, or None if the report is unrelated or known."""
     if device not in state.offered or message.kind != state.plan.kind:
         return None
     now = state.back or state.serial
@@ -211,16 +200,16 @@ def told(state: Rollout, device: str, message: wire.Installed) -> Heard | None:
     return None if state.heard.get(device) == fact else fact
 
 
-def release(state: Rollout, device: str) -> wire.Release | None:
-    """What a board is to be sent because of this rollout; None: nothing.
+def release_for_device(state: Rollout, device: str) -> wire.Release | None:
+    """Return the release to send to a device, or None if there is none.
 
-    A board is to return if it has not said that it refused the release or has returned already, as one that has said
-    nothing may have it. A board that does not run this rollout's release has nothing to return from, and says so.
+    After an abort or rollback, every device returns to what it ran before, except after a refusal or a return. A device
+    that never ran the release reports that there is nothing to return from.
     """
     plan, before = state.plan, state.heard.get(device)
     if device not in state.offered:
         return None
-    if not state.over:
+    if not state.is_reverted:
         return wire.Release(
             rollout=state.id,
             kind=plan.kind,
@@ -245,29 +234,30 @@ def release(state: Rollout, device: str) -> wire.Release | None:
 
 
 class Seen(NamedTuple):
-    """A board as it is now."""
-
     online: bool
     since_s: float  # when it was last there, or last said how far it is, whichever is later
     labels: Collection[str] | None = None  # None: it has not said what it is
     able: bool = True  # to take the rollout's release at all
 
-    def chosen(self, select: Sequence[str]) -> bool:
-        """Whether a selection by labels names it."""
-        return self.labels is not None and labels.selects(select, self.labels)
+    def matches_selection(self, select: Sequence[str]) -> bool:
+        return self.labels is not None and labels.is_selected(select, self.labels)
 
 
-def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, Seen]) -> dict[str, Seen]:
-    """The boards that a rollout selects, or has offered its release to, and that no later one has or will have.
+def select_rollout_devices(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, Seen]) -> dict[str, Seen]:
+    """Return the devices that a rollout selects or has offered its release to.
+
+    Devices that a later rollout of the same kind has taken over, or will take over, are left out.
 
     Args:
-        state: of the rollout.
-        every: all rollouts, in the order in which they were queued.
-        boards: all boards; those that the rollout was offered to are among them.
+        state: The rollout.
+        every: All rollouts in submission order.
+        boards: All devices, including those with an offer of the rollout.
     """
     at = next(place for place, each in enumerate(every) if each.id == state.id)
     later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
-    goes_on = [each for each in later if not each.over and (each.status != "done" or each.plan.to_all)]
+    goes_on = [
+        each for each in later if not each.is_reverted and (each.status != "done" or each.plan.includes_all_devices)
+    ]
     coming = [each.plan.select for each in goes_on]
     return {
         device: seen
@@ -275,27 +265,29 @@ def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, See
         if not any(device in each.offered for each in later)
         and (
             device in state.offered
-            or (seen.able and seen.chosen(state.plan.select) and not any(seen.chosen(select) for select in coming))
+            or (
+                seen.able
+                and seen.matches_selection(state.plan.select)
+                and not any(seen.matches_selection(select) for select in coming)
+            )
         )
     }
 
 
-def hindrance(plan: Plan, profile: Profile) -> str:
-    """Why a device that says so cannot take a release, so that it is offered none and does not count; "": it can."""
+def incompatibility_reason(plan: Plan, profile: Profile) -> str:
+    """Return why a device cannot run the release of a plan, or "" if the device can."""
     if plan.kind == "agent":
         return UNABLE if UPGRADES in profile.versions else ""
-    return "" if plan.versions is None else onnx_format.unsupported_versions(plan.versions, profile.versions)
+    return "" if plan.versions is None else onnx_format.explain_unsupported(plan.versions, profile.versions)
 
 
-def left_out(plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, str]:
-    """Devices that a plan selects and that cannot take its release -> why."""
-    chosen = {name: profile for name, profile in profiles.items() if labels.selects(plan.select, profile.labels)}
-    reasons = {name: hindrance(plan, profile) for name, profile in sorted(chosen.items())}
+def incompatible_devices(plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
+    reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def format_left_out(without: Mapping[str, str], most: int) -> str:
-    """Devices that were left out as text, those of one reason together, at most so many of each."""
+def format_incompatible_devices(without: Mapping[str, str], most: int) -> str:
     said = []
     for reason in dict.fromkeys(without.values()):
         names = [name for name in without if without[name] == reason]
@@ -304,123 +296,128 @@ def format_left_out(without: Mapping[str, str], most: int) -> str:
     return "; ".join(said)
 
 
-def decide_rollout(
+def decide_rollout_event(
     state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: Mapping[str, str] | None = None
 ) -> AnyFact | None:
     """Return the next event of a rollout, or None to wait.
 
     Args:
-        state: of the rollout.
-        fleet: the boards that it selects and that no later rollout has.
-        now_s: seconds of the coordinator's clock.
-        serial: that a release may have which is made now: greater than any before.
-        without: devices that it selects and that cannot take its release -> why.
+        state: The rollout.
+        fleet: The devices of the rollout.
+        now_s: The time of the coordinator's clock, in seconds.
+        serial: The number for a new release, greater than any before.
+        without: The selected devices that cannot run the release, with the reason of each.
     """
     if state.status == "queued":
         return Begun(serial, dict(without or {}))
     if state.status == "done":
-        late = _late(state, fleet)
+        late = _find_late_devices(state, fleet)
         return Offered(len(state.plan.phases), late) if late else None
     if state.status != "running":
         return None
-    if state.step == len(state.plan.shares):
+    if state.step == len(state.plan.cumulative_shares):
         return Done()
     if state.without and not state.offered and not fleet:
-        why = f"no selected device can take the release: {format_left_out(state.without, 1)}; select other devices"
+        why = (
+            f"no selected device can take the release: {format_incompatible_devices(state.without, 1)}; select "
+            "other devices"
+        )
         return Aborted(shorten_error(why), serial)
-    failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
+    failed, answered = (
+        _find_failed_devices(state),
+        [device for device in state.offered if state.device_phase(device) in SETTLED],
+    )
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
         return Aborted(_abort_reason(state, failed, len(answered)), serial)
-    if not state.open:
-        if devices := chosen(state, fleet):
+    if not state.is_step_open:
+        if devices := select_step_devices(state, fleet):
             return Offered(state.step, devices)
         return Passed(state.step) if state.step and fleet else None  # all that are there have it already
-    if waits(state, fleet, now_s):
+    if find_blocking_devices(state, fleet, now_s):
         return None
-    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
-    lost = [device for device in pending if state.phase(device) in SWAPPED]
+    pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
+    lost = [device for device in pending if state.device_phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
         return Aborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
     return Passed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 
-def chosen(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that the next step offers the release to: drawn by the rollout's id, the same after every restart.
+def select_step_devices(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
+    """Return the devices that receive an offer in the next step.
 
-    Of those that are there, so many that not more than the step's share of them have it, but one at least. The step of
-    all boards takes those that are away as well.
+    Devices are drawn by the rollout's id, so that a restart does not change the selection. A step covers its share of
+    the online devices, at least one more than the step before. The step for all devices includes offline devices.
     """
-    share = state.plan.shares[state.step]
+    share = state.plan.cumulative_shares[state.step]
     if share >= 1.0:
         return tuple(sorted(fleet.keys() - state.offered.keys()))
     there = [device for device, seen in fleet.items() if seen.online]
     count = max(1, int(share * len(there) + 1e-9)) - sum(device in fleet for device in state.offered)
-    draw = derived("rollout", state.id)
+    draw = seed_deriver("rollout", state.id)
     able = sorted((each for each in there if each not in state.offered), key=lambda each: (draw(each), each))
     if count <= 0 and state.step and able:
         count = 1  # a small fleet: every step goes further than the one before
     return tuple(sorted(able[: max(count, 0)]))
 
 
-def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str, ...]:
-    """Boards that hold up the step that runs: all that were offered it until one of them has answered."""
-    if not state.open:
+def find_blocking_devices(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str, ...]:
+    """Return the devices that delay the current step: all offered ones until the first has finished."""
+    if not state.is_step_open:
         return ()
-    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
+    pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     nobody = len(pending) == len(state.offered)
-    return tuple(sorted(each for each in pending if nobody or _holds(state, each, fleet.get(each), now_s)))
+    return tuple(sorted(each for each in pending if nobody or _is_blocking(state, each, fleet.get(each), now_s)))
 
 
-def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
+def _is_blocking(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
     # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
     if seen is None or device in state.silent:
         return False
-    return now_s < seen.since_s + _limit_s(state, _talks(state, device, seen.online))
+    return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))
 
 
-def _limit_s(state: Rollout, talks: bool) -> float:
+def _wait_limit_s(state: Rollout, talks: bool) -> float:
     return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
 
 
-def _talks(state: Rollout, device: str, online: bool) -> bool:
-    return online and state.phase(device) != ""
+def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
+    return online and state.device_phase(device) != ""
 
 
-def waited_s(state: Rollout, device: str, online: bool) -> float:
-    """Return for how long earlier coordinators have waited for a device in the step that runs."""
-    return state.present_s if _talks(state, device, online) else state.silent_s
+def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
+    return state.present_s if _is_reporting(state, device, online) else state.silent_s
 
 
-def restarted(state: Rollout, since_s: float) -> Restarted | None:
-    """Return the event that a coordinator has taken the rollout up, or None if no step runs.
+def rollout_restart_event(state: Rollout, since_s: float) -> Restarted | None:
+    """Return the event of a coordinator restart, or None if no step is open.
 
     Args:
-        state: State of the rollout.
-        since_s: Seconds since its latest event by the wall clock.
+        state: The rollout.
+        since_s: The wall-clock seconds since its latest event.
     """
-    if not state.open:
+    if not state.is_step_open:
         return None
-    limits = (state.silent_s, _limit_s(state, False)), (state.present_s, _limit_s(state, True))
-    return Restarted(*(passed_at_restart(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits))
+    limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))
+    return Restarted(
+        *(elapsed_at_restart_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
+    )
 
 
-def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that have come since a rollout to all boards was done."""
-    if not state.plan.to_all:
+def _find_late_devices(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
+    if not state.plan.includes_all_devices:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
 
 
-def _failed(state: Rollout) -> list[str]:
-    return [device for device in state.offered if state.phase(device) in FAILED]
+def _find_failed_devices(state: Rollout) -> list[str]:
+    return [device for device in state.offered if state.device_phase(device) in FAILED]
 
 
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
-    """Return why a rollout is aborted, with the reason of one failed device as an example."""
     first = min(failed)
-    phase = state.phase(first)
+    phase = state.device_phase(first)
     said = state.heard[first].reason if first in state.heard else ""
     example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {said}' if said else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"

@@ -1,4 +1,4 @@
-"""Sum of the evaluations of a round, and means of its training metrics."""
+"""Aggregation of a round's evaluations and training metrics."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOW_LR: Final = 1e-4
 EXTREME: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
 
 
-def add_up(updates: Collection[Update]) -> EvaluationSums | None:
-    """Add up the evaluations of a round, or return None if there is none.
+def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
+    """Return the sum of a round's evaluations, or None if there are none.
 
-    Evaluations of another number of outputs than that of most devices are left out, as `explain_evaluation` says.
+    Evaluations with another task or number of outputs than on most devices are left out. See `explain_evaluation`.
     """
-    return evaluation.add_evaluations(each for _, each in _counted(updates))
+    return evaluation.add_evaluations(each for _, each in _select_consistent_evaluations(updates))
 
 
 def explain_evaluation(updates: Collection[Update]) -> list[str]:
-    """Name the devices whose evaluation does not count, or has a loss far from the others', and why there is none."""
-    counted = dict(_counted(updates))
+    """Return notes on evaluations that were left out, on extreme losses, or on a missing evaluation."""
+    counted = dict(_select_consistent_evaluations(updates))
     given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
     if given and not counted:
         return ["no evaluation: none of the devices holds out an example ([data] held)"]
@@ -46,7 +46,7 @@ def explain_evaluation(updates: Collection[Update]) -> list[str]:
     ]
 
 
-def _counted(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
+def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
     found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
     shapes = Counter((sums.task, sums.outputs) for _, sums in found)
     usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
@@ -54,17 +54,17 @@ def _counted(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
 
 
 def average_metrics(updates: Collection[Update]) -> dict[str, float]:
-    """Average the training metrics that most devices report, weighted by the examples behind them.
+    """Return the weighted average of the training metrics that most devices report.
 
-    A metric of fewer devices is theirs alone and not the round's. A metric without examples, or whose sum is not
-    finite, is left out, as `explain_missing_metrics` says.
+    A metric is left out if at most half of the devices report it, if all weights are 0, or if its average is not
+    finite. See `explain_missing_metrics`.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     for update in sorted(updates, key=lambda update: update.device):
         for name, value in update.metrics.items():
             told.setdefault(name, []).append((update.weight, value))
     result = {
-        name: _mean(pairs)
+        name: _weighted_mean(pairs)
         for name, pairs in told.items()
         if 2 * len(pairs) > len(updates) and any(weight for weight, _ in pairs)
     }
@@ -72,11 +72,9 @@ def average_metrics(updates: Collection[Update]) -> dict[str, float]:
 
 
 def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
-    """Explain which metrics of the devices have no value in the round's metrics.
+    """Return notes on the devices' metrics that have no value in the round's metrics.
 
-    Args:
-        updates: Updates of the round.
-        found: Result of `average_metrics` for them.
+    `found` is the result of `average_metrics`.
     """
     names = Counter(name for update in updates for name in update.metrics)
     lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
@@ -89,8 +87,8 @@ def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, flo
     return said
 
 
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """Weighted mean of (weight, value) pairs; weights are not negative, and not all 0."""
+def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of (weight, value) pairs. Weights must not be negative, and not all 0."""
     total = of = 0.0
     for weight, value in pairs:
         total, of = total + weight * value, of + weight
@@ -102,11 +100,11 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause if the loss is the same in each of the first UNCHANGED_ROUNDS, or None.
+    """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None.
 
     Args:
-        losses: mean training loss of each round of work so far, by its number from 0.
-        lr: the job's learning rate, if it has one.
+        losses: The mean training loss of each round of work so far, by number from 0.
+        lr: The learning rate of the job, if any.
     """
     found = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(found) != UNCHANGED_ROUNDS or max(found) < LEARNT_LOSS:

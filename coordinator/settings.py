@@ -1,4 +1,4 @@
-"""Job file (TOML) as frozen values, strictly checked."""
+"""Settings of a job, read from a TOML file and strictly validated."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] f
 
 
 class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Choice of devices in a round, and when it closes: [cohort]."""
-
     size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device present
-    min_devices: Annotated[int, Meta(ge=0)] = 0  # no round begins or commits with fewer; 0: as rounds.least computes
+    min_devices: Annotated[int, Meta(ge=0)] = (
+        0  # no round begins or commits with fewer; 0: as rounds.minimum_updates computes
+    )
     start_devices: Annotated[int, Meta(ge=0)] = 0  # wait for this many before the first round
     start_timeout_s: Annotated[float, Meta(gt=0)] | None = None  # then the job fails; None: it waits for ever
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
@@ -44,7 +44,7 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of a job, tested between rounds, so that one more round may be used. None: no limit."""
+    """Limits of a job, checked between rounds, each None for no limit: [stop]."""
 
     max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
     max_bytes: Annotated[int, Meta(gt=0)] | None = None  # blobs, down and up
@@ -52,22 +52,18 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Evaluation on the devices' held-out shares: [check]."""
-
     every: Annotated[int, Meta(ge=0)] = 0  # rounds between evaluations, with one more after the last; 0: never
     beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
 class Adversaries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Simulated boards that lie: tools/simulation/adversaries.py says what each attack sends."""
-
     share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
     factor: Annotated[float, Meta(gt=0)] = 10.0  # of "scaled" and "sign_flip"; epsilon of "inner_product"
 
 
 class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Start of a job by what boards' runners tell (`fedquilt serve-model`): [trigger]."""
+    """Condition on model runners (`fedquilt serve-model`) that starts a job: [trigger]."""
 
     drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
     accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # likewise one whose accuracy is smaller
@@ -77,10 +73,10 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """`boards` as a share, above 0 and at most 1.
+        """Share of devices that must exceed a limit, above 0 and at most 1.
 
         Raises:
-            JobError: it is none.
+            JobError: If `boards` is no such share.
         """
         found = float(self.boards.removesuffix("%")) / 100
         if not 0 < found <= 1:
@@ -89,19 +85,19 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pause_s(self) -> float:
-        """`pause` in seconds.
+        """Least time between two starts, in seconds.
 
         Raises:
-            JobError: it is no time.
+            JobError: If `pause` is no duration.
         """
         try:
-            return units.seconds(self.pause)
+            return units.parse_seconds(self.pause)
         except ValueError as error:
             raise JobError(f"[trigger] pause = {error}") from None
 
 
 class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
+    """Simulated fleet of `fedquilt fleet` and `fedquilt demo`. Lists repeat over the devices."""
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
@@ -111,11 +107,11 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
     links: tuple[str, ...] = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
-    def link_of(self, index: int) -> Link:
-        """What transfers take between the coordinator and the board with this number, from 0.
+    def device_link(self, index: int) -> Link:
+        """Return the simulated link of the device with this index, from 0.
 
         Raises:
-            JobError: a text that is no link.
+            JobError: If its text describes no link.
         """
         if not self.links:
             return Link()
@@ -124,27 +120,21 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         except ValueError as error:
             raise JobError(f"[fleet] links: {error}") from None
 
-    def labels_of(self, index: int) -> tuple[str, ...]:
-        """Labels of the board with this number, from 0.
+    def device_labels(self, index: int) -> tuple[str, ...]:
+        """Return the labels of the device with this index, from 0.
 
         Raises:
-            JobError: a word that is no label.
+            JobError: If a word is no label.
         """
-        return labels.parse(labels.words(self.labels[index % len(self.labels)])) if self.labels else ()
+        return labels.parse_labels(labels.split_words(self.labels[index % len(self.labels)])) if self.labels else ()
 
-    def selected(self, cohort: Cohort, devices: int) -> int:
-        """How many of the first `devices` boards [cohort] select is for."""
-        return sum(labels.selects(cohort.select, self.labels_of(index)) for index in range(devices))
+    def count_selected_devices(self, cohort: Cohort, devices: int) -> int:
+        return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
-    def require(self, cohort: Cohort, devices: int) -> None:
-        """Check that enough of the first `devices` boards can be asked.
-
-        Raises:
-            JobError: [cohort] wants more.
-        """
-        there = self.selected(cohort, devices)
+    def require_cohort(self, cohort: Cohort, devices: int) -> None:
+        there = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
-            self.link_of(index)
+            self.device_link(index)
         if cohort.select and not there:
             raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated board has such [fleet] labels")
         if cohort.size > there:
@@ -156,8 +146,6 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One job: the argument of `fedquilt run`."""
-
     name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]  # short: a run's id adds the time
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
@@ -183,49 +171,50 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.quantize.Images
 
 
-def load(path: Path) -> Job:
-    """Read a job from a TOML file. Relative paths in it start at the file's folder.
+def load_job(path: Path) -> Job:
+    """Read a job from a TOML file. Relative paths in the file start at its folder.
 
     Raises:
-        JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
-        DataError: words that the job leaves to its data cannot be read there.
+        JobError: If the file cannot be read, or contains an unknown key, an invalid value, an unknown method or
+            parameter.
+        DataError: If settings that depend on the data cannot be measured.
     """
-    table = config.read(path)
+    table = config.read_toml(path)
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(complete_table(table, path.parent))
+        return parse_job(complete_table(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-def parse(table: Mapping[str, Any]) -> Job:
-    """Read a job from a table.
+def parse_job(table: Mapping[str, Any]) -> Job:
+    """Return the job of a table.
 
     Raises:
-        JobError: names the wrong key and what is expected there.
+        JobError: If a key is wrong. The error names the key and the expected value.
     """
-    job = _settled(config.convert(table, Job, "a job"))
-    given = params(job)
+    job = _unify_model_and_data(config.convert_table(table, Job, "a job"))
+    given = parse_params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
-    require_task(job.method, method, job.model)
+    require_supported_task(job.method, method, job.model)
     if (why := method.refused.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
     if job.wire.codec != "raw" and method.exact:
         raise JobError(
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
-    require_enough(job, method.least(given))
-    require_planned(job.cohort)
+    require_minimum_updates(job, method.least(given))
+    require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
-    with config.naming("[cohort] select"):
+    with config.prefix_errors("[cohort] select"):
         labels.require_selection(job.cohort.select)
-    with config.naming("[fleet] labels"):
+    with config.prefix_errors("[fleet] labels"):
         for index in range(len(job.fleet.labels)):
-            job.fleet.labels_of(index)
+            job.fleet.device_labels(index)
     lying = job.fleet.adversaries
     if lying is not None and lying.attack == "inner_product" and job.wire.codec != "raw":
         raise JobError(
@@ -235,15 +224,10 @@ def parse(table: Mapping[str, Any]) -> Job:
     return job
 
 
-def require_enough(job: Job, least: int) -> None:
-    """Check that no round of a job may close with fewer updates than its method needs.
+def require_minimum_updates(job: Job, least: int) -> None:
+    """Raise JobError if a round could close with fewer updates than its method requires.
 
-    Args:
-        job: gives the cohort.
-        least: fewest updates of which a round can be made, as `Method.least` says.
-
-    Raises:
-        JobError: one may; says how many there have to be.
+    `least` is the fewest updates of a round, as returned by `Method.least`.
     """
     cohort = job.cohort
     if cohort.size and cohort.size < least:
@@ -258,12 +242,7 @@ def require_enough(job: Job, least: int) -> None:
         )
 
 
-def require_planned(cohort: Cohort) -> None:
-    """Check that a bound of rounds planned for energy is one that is heeded.
-
-    Raises:
-        JobError: another rule would not heed it, or there are two.
-    """
+def require_energy_deadline(cohort: Cohort) -> None:
     bounds = [name for name in ("seconds_per_round", "joules_per_round") if getattr(cohort, name) is not None]
     if bounds and cohort.deadline != "energy":
         raise JobError(f'[cohort] {bounds[0]}: only deadline = "energy" heeds it; set that, or leave {bounds[0]} out')
@@ -274,12 +253,7 @@ def require_planned(cohort: Cohort) -> None:
         )
 
 
-def require_honest(job: Job) -> None:
-    """Check that no board of a job is asked to lie.
-
-    Raises:
-        JobError: [fleet] names adversaries.
-    """
+def require_no_adversaries(job: Job) -> None:
     if job.fleet.adversaries is not None:
         raise JobError(
             "[fleet] adversaries: no agent lies, on a real board or on a simulated one; `fedquilt compare`, `fedquilt "
@@ -287,30 +261,15 @@ def require_honest(job: Job) -> None:
         )
 
 
-def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
-    """Check that a method can train a network for its task.
-
-    Args:
-        name: the method's.
-        method: gives the tasks it can train for.
-        network: table of the network: [model], or that of a bundle.
-
-    Raises:
-        JobError: the network's task is none of `Method.tasks`.
-    """
-    if (task := metrics.task_of(network)) not in method.tasks:
+def require_supported_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
+    if (task := metrics.task_from_network(network)) not in method.tasks:
         raise JobError(
             f"task = {task!r}: {name} works with {' and '.join(map(repr, method.tasks))} only, as its rules need a "
             "class for each example: take another method, fedavg or fedprox for instance"
         )
 
 
-def _settled(job: Job) -> Job:
-    """The job with the same task in [model] and in [data], and a network's `outputs` under the name `classes`.
-
-    Raises:
-        JobError: the two tables name different tasks, or [model] counts its outputs twice.
-    """
+def _unify_model_and_data(job: Job) -> Job:
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:
@@ -320,27 +279,26 @@ def _settled(job: Job) -> Job:
     if len(given) > 1:
         raise JobError(f"[model] task = {model['task']!r} and [data] task = {data['task']!r}: they have to be the same")
     for task in given:
-        metrics.task_of({"task": task})
+        metrics.task_from_network({"task": task})
         model = {**model, "task": task} if model else model
         data = {**data, "task": task} if data else data
     return msgspec.structs.replace(job, model=model, data=data)
 
 
-def limited(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
-    """The job with new limits in [stop], where they are given."""
+def with_limits(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
     given = {"max_joules": max_joules, "max_bytes": max_bytes, "max_wall_s": max_wall_s}
     limits = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(job, stop=msgspec.structs.replace(job.stop, **limits))
 
 
-def params(job: Job) -> Any:
-    """Parameters of the method, checked.
+def parse_params(job: Job) -> Any:
+    """Return the validated parameters of the job's method.
 
     Raises:
-        JobError: an unknown method, an unknown parameter, or a value of the wrong type.
+        JobError: If the method, the engine or a parameter is unknown, or a value has the wrong type.
     """
     method = methods.load(job.method)
-    if job.engine not in (None, *method.engines, *plugins.names("engine")):
+    if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
     kind = method.params
     odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -349,11 +307,11 @@ def params(job: Job) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        hint = config.nearest(unknown[0], known)
+        hint = config.suggest_nearest(unknown[0], known)
         raise JobError(
             f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
         )
-    given: Any = config.convert(job.params, kind, f"[params] of {job.method}")
+    given: Any = config.convert_table(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
@@ -361,32 +319,31 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a job's table with absolute paths, and with settings measured on its data.
 
     Raises:
-        JobError, DataError: as `fedquilt.data.measured_settings.complete_data_table`.
+        JobError: If a setting that depends on the data is invalid.
+        DataError: If the data cannot be read.
     """
-    result = anchored(table, folder)
+    result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
         result["data"] = measured_settings.complete_data_table(data)
     return result
 
 
-def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A job's table with paths of data, sources, vocabulary, test, int8, donors, weights and classes made absolute."""
-
-    def anchor(entry: Any) -> Any:
+def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [anchor(one) for one in entry]
+            return [anchor_paths(one) for one in entry]
         if not isinstance(entry, dict):
             return entry
         return {
-            key: config.absolute(value, folder)
+            key: config.absolute_path(value, folder)
             if isinstance(value, str)
             and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
-            else (anchor(value) if key in ("sources", "text") else value)
+            else (anchor_paths(value) if key in ("sources", "text") else value)
             for key, value in entry.items()
         }
 
     result = dict(table)
     for key in ("data", "test", "model", "int8", "donors", "schedule"):
         if key in result:
-            result[key] = anchor(result[key])
+            result[key] = anchor_paths(result[key])
     return result

@@ -1,4 +1,4 @@
-"""What observers see of a job: of one at work, and of one that has ended before it was taken up."""
+"""Views of jobs for observers: active jobs, and jobs that ended while inactive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from fedquilt.coordinator.facts import Ended, Rounds, apply
+from fedquilt.coordinator.facts import Ended, Rounds, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
@@ -15,40 +15,30 @@ from fedquilt.core import JobError
 
 
 class Shown(Protocol):
-    """A job as observers see it: `Running`, or `Over`."""
+    @property
+    def id(self) -> str: ...
 
     @property
-    def id(self) -> str:
-        """Id of the run."""
-        ...
+    def job(self) -> Job: ...
 
     @property
-    def job(self) -> Job:
-        """Settings."""
-        ...
-
-    @property
-    def rounds(self) -> Rounds:
-        """State of its rounds."""
-        ...
+    def rounds(self) -> Rounds: ...
 
 
 class Over(NamedTuple):
-    """A job that has ended while no process worked on it."""
-
     id: str
     job: Job
     rounds: Rounds
 
 
-def ended(store: Store, job: Row | Shown, fact: Ended) -> Over:
-    """Store the end of a job that is not at work; returns the job as it is then, also if its log cannot be read.
+def end_and_view_job(store: Store, job: Row | Shown, fact: Ended) -> Over:
+    """Store the end of an inactive job. Return the job, even if its log cannot be read.
 
-    One whose log says already that it is done stays done: see `Store.end`.
+    A job whose log ends as done stays done. See `Store.end_inactive_job`.
     """
-    status = store.end(job.id, fact)
-    state = Rounds(Plan.of(job.job))
+    status = store.end_inactive_job(job.id, fact)
+    state = Rounds(Plan.from_job(job.job))
     with contextlib.suppress(JobError):
-        for _, _, each in store.facts(job.id):
-            state = apply(state, each, 0.0)
+        for _, _, each in store.read_events(job.id):
+            state = apply_event(state, each, 0.0)
     return Over(job.id, job.job, state if state.phase == status else replace(state, phase=status, reason=fact.reason))

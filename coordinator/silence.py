@@ -1,7 +1,7 @@
-"""Devices that no longer answer although their broker reports them online: pure, no I/O, no clock.
+"""Detection of silent devices that their broker reports as online. No I/O and no clock.
 
-A broker publishes a device's last will, but not a broker that has lost power, nor one behind a bridge. So a device that
-has sent nothing for QUIET_S is asked for its presence, and is silent if it does not answer.
+A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
+without messages for QUIET_S is asked for its presence, and counts as silent if there is no answer.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ STEP_S: Final = 1.0  # longest time counted between two steps: messages wait to 
 
 
 class Quiet(NamedTuple):
-    """Devices whose reachability has changed."""
-
     ask: list[str]  # for their presence
     silent: list[str]
 
 
 class Silence:
-    """Times at which devices were last heard.
+    """Detector of silent devices.
 
-    Time counts only while the coordinator can hear devices, so that neither an outage of the broker nor a suspended
-    coordinator makes anyone silent.
+    Time counts only while the coordinator can receive messages. So neither an outage of the broker nor a suspended
+    coordinator makes a device silent.
     """
 
     def __init__(self) -> None:
@@ -47,15 +45,14 @@ class Silence:
         return silent
 
     def expect_contact(self, device: str) -> None:
-        """Start to wait for a message of a device that only a retained message reports online.
+        """Wait for a message of a device that only a retained message reports as online.
 
-        The coordinator has just announced itself, which all devices answer.
+        The coordinator must have announced itself just before, because every device answers an announcement.
         """
         if device not in self._heard_s and device not in self._asked and device not in self._silent:
             self._asked[device] = self._counted_s + AGAIN_S, 1
 
     def forget(self, device: str) -> None:
-        """Stop watching a device that is offline."""
         self._heard_s.pop(device, None)
         self._asked.pop(device, None)
         self._silent.discard(device)
@@ -64,8 +61,8 @@ class Silence:
         """Return the devices whose presence is to be requested, and the devices that have become silent.
 
         Args:
-            now_s: seconds of the owner's clock.
-            hears: whether messages of devices can arrive.
+            now_s: The time of the owner's clock, in seconds.
+            hears: Whether messages of devices can arrive.
         """
         passed_s = min(now_s - self._now_s, STEP_S) if hears else 0.0
         self._now_s, self._counted_s = now_s, self._counted_s + passed_s
@@ -86,12 +83,11 @@ class Silence:
             self._asked[device] = self._counted_s + AGAIN_S, 1
         return Quiet(ask, silent)
 
-    def next_s(self) -> float:
-        """Return when `step` may have something to do, on the owner's clock."""
+    def next_step_s(self) -> float:
+        """Return the time of the owner's clock at which `step` may return a device."""
         due_s = [next(iter(self._asked.values()))[0]] if self._asked else []
         due_s += [self._next_quiet_s()] if self._heard_s else []
         return self._now_s + max(min(due_s) - self._counted_s, STEP_S / 2) if due_s else float("inf")
 
     def _next_quiet_s(self) -> float:
-        """Return the counted time at which the device without contact for longest becomes quiet."""
         return next(iter(self._heard_s.values())) + QUIET_S

@@ -1,15 +1,17 @@
-"""Sites: coordinators that are devices of a coordinator above them, and answer for their boards.
+"""Sites: coordinators that act as devices of a parent coordinator.
 
-Both sides run the job's own method in the job's own rounds; what differs is wrapped around the method, once:
+Both sides run the job's method in the job's rounds, each with a wrapper around the method:
 
-- `above` is the method of a coordinator that may have sites among its devices. A site's order is the method's state and
-  the job; its update is the accumulator of its boards, which is checked and merged, or its boards' updates.
-- `below` is the method of a site. Its state is the one that came from above, with what the last round has brought; its
-  rounds order, fold and check what the method does in that state, and its step keeps the sum, or the updates.
+- `adapt_for_sites` wraps the method of a coordinator with sites among its devices. The task of a site contains the
+  method state and the job. The update of a site is a partial aggregate, which is checked and merged, or its devices'
+  updates.
+- `adapt_for_parent` wraps the method of a site. The state of a site is the state of the parent with the result of the
+  latest round. Rounds of a site send, fold and check like the method in that state, and the step keeps the partial
+  aggregate or the updates.
 
-A site sends a sum where the method's folds add up (`fedquilt.exact`) and can check a sum that comes from elsewhere. It
-passes its boards' updates up where they do not: they are folded above, in the order of all devices. So the bits are
-those of one coordinator with all the boards.
+A site sends a partial aggregate if the method's folds are exact (`fedquilt.exact`) and the method can check foreign
+aggregates. Otherwise a site forwards its devices' updates, and the parent folds them in the order of all devices. So
+the result is bit-identical to that of one coordinator with all the devices.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from fedquilt.core import (
     Settle,
     Tensors,
     UpdateError,
-    alike,
-    expected,
-    required,
-    same_for,
-    soundness,
-    summed,
+    accumulator_check,
+    mergeable_type,
+    require_valid_update,
+    task_key,
+    update_schema,
+    with_task_key,
 )
 from fedquilt.core.rights import has_site_bundles
 
@@ -55,57 +57,56 @@ Half: TypeAlias = Method | Settle
 Around: TypeAlias = Callable[[Method, Job, Mapping[str, BlobRef]], Method]
 
 
-def sums(half: Half, state: Any) -> type | None:
-    """Type of what sites send for this half of a method in this state; None: they pass their boards' updates up."""
-    return summed(half.fold, state) if soundness(half.fold) is not None else None
+def site_aggregate_type(half: Half, state: Any) -> type | None:
+    """Return the type of the sites' partial aggregates, or None if sites forward updates."""
+    return mergeable_type(half.fold, state) if accumulator_check(half.fold) is not None else None
 
 
 # -- above ----------------------------------------------------------------------------------------
 
 
-def above(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
-    """The method for a coordinator that may have sites among its devices.
+def adapt_for_sites(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+    """Return the method for a coordinator that may have sites among its devices.
 
     Args:
-        method: the job's.
-        job: its settings, which go to sites.
-        files: of its bundle; those that a state names go with it.
+        method: The job's method.
+        job: The settings of the job, which are sent to sites.
+        files: The files of the bundle. Files named by a state are sent with the state.
     """
     params = {"job": msgspec.to_builtins(job)}
     settle = method.settle
     if settle is not None:
         order = {**params, "settling": True}
-        settle = replace(settle, send=_sending(settle.send, order, files), fold=_folding(settle))
-    return replace(method, send=_sending(method.send, params, files), fold=_folding(method), settle=settle)
+        settle = replace(settle, send=_wrap_send(settle.send, order, files), fold=_wrap_fold(settle))
+    return replace(method, send=_wrap_send(method.send, params, files), fold=_wrap_fold(method), settle=settle)
 
 
-def _sending(
+def _wrap_send(
     plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], Order | None]:
-    common = alike(plain)
+    common = task_key(plain)
     latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
     @functools.wraps(plain)
     def send(state: Any, view: DeviceView) -> Order | None:
         order: Order | None = plain(state, view)
-        if not _boards(view):
+        if not _count_devices(view):
             return order
         if not latest or latest[0][0] is not state:
-            latest[:] = [(state, _state(state, files))]
+            latest[:] = [(state, _bundles_from_state(state, files))]
         return replace(order or Order({}, {}), params=params, bundles=latest[0][1])
 
-    return send if common is None else same_for(lambda view: (_boards(view) > 0, common(view)))(send)
+    return send if common is None else with_task_key(lambda view: (_count_devices(view) > 0, common(view)))(send)
 
 
-def _state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
-    """A state as the bundles of a site's task, with the files that it names, as its orders may."""
-    arrays, skeleton = tensors.parts(state)
+def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
+    arrays, skeleton = tensors.split_state(state)
     named = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
-    return {STATE: {"packed": np.frombuffer(tensors.encode(arrays, skeleton), np.uint8)}, **named}
+    return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **named}
 
 
-def _folding(half: Half) -> Callable[..., Any]:
-    sound, plain = soundness(half.fold), half.fold
+def _wrap_fold(half: Half) -> Callable[..., Any]:
+    sound, plain = accumulator_check(half.fold), half.fold
 
     @functools.wraps(plain)
     def fold(state: Any, so_far: Any, update: Contribution) -> Any:
@@ -113,35 +114,35 @@ def _folding(half: Half) -> Callable[..., Any]:
             return plain(state, so_far, update)
         if passed.SUM not in update.bundles:
             require(state, update)
-            for each in passed.contributions(update):
+            for each in passed.split_site_update(update):
                 so_far = plain(state, so_far, each)
             return so_far
-        total = checked(state, update)
-        return exact.held(total) if so_far is None else exact.join(so_far, total)
+        total = check_aggregate(state, update)
+        return exact.copy_accumulator(total) if so_far is None else exact.merge_accumulators(so_far, total)
 
-    def checked(state: Any, update: Contribution) -> Any:
-        kind = sums(half, state)
+    def check_aggregate(state: Any, update: Contribution) -> Any:
+        kind = site_aggregate_type(half, state)
         if kind is None or sound is None:
             raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
-        total = passed.total(update.bundles[passed.SUM], kind)
+        total = passed.aggregate_from_bundle(update.bundles[passed.SUM], kind)
         sound(state, total, update.weight)
         return total
 
     def require(state: Any, update: Contribution) -> None:
         if not has_site_bundles(update.bundles):
-            required(plain, state, update)
+            require_valid_update(plain, state, update)
         elif passed.SUM in update.bundles:
-            checked(state, update)
+            check_aggregate(state, update)
         else:
-            for each in passed.contributions(update):
-                with checks.named(each.device):
-                    required(plain, state, each)
+            for each in passed.split_site_update(update):
+                with checks.name_device_in_errors(each.device):
+                    require_valid_update(plain, state, each)
 
     fold.__dict__["require"] = require
     return fold
 
 
-def _boards(view: DeviceView) -> int:
+def _count_devices(view: DeviceView) -> int:
     return 0 if view.profile is None else view.profile.boards
 
 
@@ -150,8 +151,6 @@ def _boards(view: DeviceView) -> int:
 
 @dataclass(frozen=True)
 class Sent:
-    """A board's update, as it is passed up."""
-
     device: str
     round: int
     weight: float
@@ -161,25 +160,25 @@ class Sent:
 
 @dataclass(frozen=True)
 class Given:
-    """State of a site's job: that of the coordinator above, and what the last round has brought."""
+    """State of a site's job: the state of the parent, and the result of the latest round."""
 
-    inner: np.ndarray  # uint8 (n,), as `tensors.pack`; (0,): none has come yet
+    inner: np.ndarray  # uint8 (n,), as `tensors.pack_state`; (0,): none has come yet
     total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of an accumulator
-    form: str = ""  # where in it they belong (`tensors.parts`); "": of nobody, or updates are passed up
+    form: str = ""  # where in it they belong (`tensors.split_state`); "": of nobody, or updates are passed up
     sent: tuple[Sent, ...] = ()  # updates that are passed up, in the order of devices
 
 
-def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
-    """The method for a site: rounds of a job's method that end with their sum, or their updates; as of `above`."""
+def adapt_for_parent(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+    """Return the method for a site, whose rounds end with a partial aggregate or forwarded updates."""
     known: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
 
-    def of(state: Given) -> Any:
+    def unpack_parent_state(state: Given) -> Any:
         found = known.get(id(state.inner))
         if not state.inner.size:
             raise JobError(f"this home is a site's: submit {job.name} to the coordinator above, whose jobs it works on")
         if found is None:
             known.clear()
-            found = known[id(state.inner)] = (state.inner, tensors.unpack(state.inner.tobytes(), method.state))
+            found = known[id(state.inner)] = (state.inner, tensors.unpack_state(state.inner.tobytes(), method.state))
         return found[1]
 
     def result(state: Given) -> Artefact:
@@ -190,20 +189,21 @@ def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
         method,
         state=Given,
         init=lambda bundle, params, seed: Given(NOTHING),
-        **_halved(method, of),
+        **_site_functions(method, unpack_parent_state),
         result=result,
         done=lambda state: False,
         explain=lambda state: (),
-        settle=None if settle is None else Settle(wanted=lambda state: False, **_halved(settle, of)),
+        settle=None
+        if settle is None
+        else Settle(wanted=lambda state: False, **_site_functions(settle, unpack_parent_state)),
     )
 
 
-def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
-    """`send`, `fold` and `step` of a site for a method, or for its settling rounds."""
+def _site_functions(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
     plain = half.fold
 
     def adds_up(state: Given) -> type | None:
-        return sums(half, of(state))
+        return site_aggregate_type(half, of(state))
 
     @functools.wraps(half.send)
     def send(state: Given, view: DeviceView) -> Order | None:
@@ -213,33 +213,33 @@ def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
     def fold(state: Given, so_far: Any, update: Contribution) -> Any:
         if adds_up(state) is not None:
             return plain(of(state), so_far, update)
-        required(plain, of(state), update)
+        require_valid_update(plain, of(state), update)
         held: list[Contribution] = [] if so_far is None else so_far
         held.append(update)
         return held
 
     def step(state: Given, total: Any) -> Given:
         if adds_up(state) is not None:
-            arrays, told = ({}, {"state": ""}) if total is None else tensors.parts(total)
+            arrays, told = ({}, {"state": ""}) if total is None else tensors.split_state(total)
             return Given(state.inner, arrays, told["state"])
         sent = (Sent(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ())
         return Given(state.inner, sent=tuple(sent))
 
     def require(state: Given, update: Contribution) -> None:
-        required(plain, of(state), update)
+        require_valid_update(plain, of(state), update)
 
-    def takes(state: Given) -> Expected | None:
-        return expected(plain, of(state))
+    def expect_tensors(state: Given) -> Expected | None:
+        return update_schema(plain, of(state))
 
-    fold.__dict__.update(adds_up=adds_up, expected=takes, require=require)
+    fold.__dict__.update(adds_up=adds_up, expected=expect_tensors, require=require)
     return {"send": send, "fold": fold, "step": step}
 
 
-def given(inner: Tensors) -> Given:
-    """State of a site's job for a round of the coordinator above, from its task's bundle.
+def site_state_from_task(inner: Tensors) -> Given:
+    """Return the initial state of a site's job, from the bundle of a task of the parent.
 
     Raises:
-        UpdateError: the bundle holds no state.
+        UpdateError: If the bundle contains no state.
     """
     found = inner.get("packed", NOTHING)
     if found.dtype != np.uint8 or not found.size:

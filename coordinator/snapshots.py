@@ -1,7 +1,7 @@
-"""Snapshots of the state that a job's facts add up to, kept beside its log: a start applies the last few facts alone.
+"""Snapshots of job states. A start applies only the events after a snapshot.
 
-The log is the truth: a snapshot is derived from it, nothing needs one, and whatever does not fit is passed over and
-made anew: of another version, damaged, or of a log that has another fact where the snapshot ends.
+The log is authoritative and the snapshot is derived data. A snapshot that is damaged, of another version, or in
+contradiction to its log is ignored and replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedquilt.coordinator.checksums import checksum
 from fedquilt.coordinator.claims import DeviceNumbers
 from fedquilt.coordinator.contributed import Contributed
 from fedquilt.coordinator.facts import Answered, AnyFact, Rounds
-from fedquilt.coordinator.job_logs import Log, has
+from fedquilt.coordinator.job_logs import Log, has_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError, Update
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 
 RULES: Final = 9  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
@@ -44,22 +44,18 @@ logger = logging.getLogger("fedquilt.coordinator")
 
 
 class Standing(msgspec.Struct):
-    """State that a job's facts add up to."""
-
     rounds: Rounds
     examples: dict[str, int] = {}  # device -> number of its examples, as reported
     facts: int = 0
     weights: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # of a site: the mean of its boards
     reported: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # examples, likewise
 
-    def apply_fact(self, fact: AnyFact, after: Rounds) -> None:
-        """Replace the state by `after`, the state after an event, and note the numbers of an accepted update."""
+    def apply_event(self, fact: AnyFact, after: Rounds) -> None:
         if isinstance(fact, Answered):
             self._note_update_numbers(fact.update, work="work" in after.actions)
         self.rounds, self.facts = after, self.facts + 1
 
     def _note_update_numbers(self, update: Update, *, work: bool) -> None:
-        """Store the examples and, for work, the weight of a device's update, per board."""
         boards = max(len(update.boards), 1)
         if (examples := update.usage.examples) is not None:
             self.examples[update.device] = examples
@@ -69,71 +65,65 @@ class Standing(msgspec.Struct):
 
 
 class Kept(NamedTuple):
-    """A snapshot that fits its log."""
-
     log: Log
     body: bytes  # a `Standing`; b"": of a job that is done, whose log is all that is asked for
 
 
 class Table:
-    """Snapshots of a database. The table is made when the first one is written: readers and earlier homes have none.
+    """Table of snapshots in a database, created with the first snapshot.
 
-    Raises, from every method:
-        sqlite3.Error: the database cannot be read or written.
+    Every method raises sqlite3.Error if the database cannot be read or written.
     """
 
     def __init__(self, db: sqlite3.Connection, home: Path) -> None:
         self._db, self._home = db, home
         self._told: set[str] = set()  # jobs whose snapshot was passed over
 
-    def read(self, job: str) -> Kept | None:
-        """The snapshot of a job; None: there is none, or none that fits."""
+    def read_snapshot(self, job: str) -> Kept | None:
         if self._db.execute(_THERE).fetchone() is None:
             return None
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None
         version, packed, body, sum = row
-        if sum != _sum(job, version, packed, body):
-            self.pass_over(job, "it is not what was written")
+        if sum != _row_checksum(job, version, packed, body):
+            self.warn_of_unusable_snapshot(job, "it is not what was written")
         elif version != VERSION:
-            self.pass_over(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
-        elif not has(self._db, job, (log := msgspec.msgpack.decode(packed, type=Log)).seq, log.head):
-            self.pass_over(job, "the log has another fact, or none, where it ends")
+            self.warn_of_unusable_snapshot(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
+        elif not has_event(self._db, job, (log := msgspec.msgpack.decode(packed, type=Log)).seq, log.head):
+            self.warn_of_unusable_snapshot(job, "the log has another fact, or none, where it ends")
         else:
             return Kept(log, body)
         return None
 
-    def log(self, job: str) -> Log | None:
-        """A job's log as its snapshot has it."""
-        kept = self.read(job)
+    def read_log(self, job: str) -> Log | None:
+        kept = self.read_snapshot(job)
         return kept.log if kept else None
 
-    def write(self, job: str, log: Log, body: bytes) -> None:
-        """Keep a snapshot of a job instead of the one before; call it within a transaction."""
+    def write_snapshot(self, job: str, log: Log, body: bytes) -> None:
+        """Replace the snapshot of a job. Requires an open transaction."""
         packed = msgspec.msgpack.encode(log)
         for statement in _MADE if self._db.execute(_THERE).fetchone() is None else ():
             self._db.execute(statement)
-        values = job, VERSION, packed, body, _sum(job, VERSION, packed, body)
+        values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
         self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
 
-    def pass_over(self, job: str, why: str) -> None:
-        """Report once that a job's snapshot is of no use."""
+    def warn_of_unusable_snapshot(self, job: str, why: str) -> None:
         if job not in self._told:
             self._told.add(job)
             said = "the snapshot of %s in %s is passed over, and its log read from the first fact: %s"
-            logger.warning(said, job, self._home, why, extra=about(run=job))
+            logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 
 
 class Snapshots:
-    """Snapshots of one home's jobs, as the coordinator takes up and leaves them.
+    """Snapshots of the jobs of a home.
 
     Args:
-        table: of the database.
-        look: gives a job's log as it is now.
-        home: whose they are, for errors.
-        writing: one transaction, as of `Store`.
-        every: least number of facts from one snapshot of a job to the next.
+        table: The table of snapshots.
+        look: The function that returns the current log of a job, or None.
+        home: The home, for error messages.
+        writing: The function that opens a write transaction.
+        every: The least number of events between two snapshots of a job.
     """
 
     def __init__(
@@ -148,24 +138,24 @@ class Snapshots:
         self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
 
     def load_state(self, job: str, plan: Plan, now_s: float) -> tuple[Standing, int]:
-        """Return the state of a job's latest snapshot, on this process's clock, and the number of its last event.
+        """Return the state of a job's latest snapshot, and the sequence number of its last event.
 
-        Without a snapshot that fits: the state before the first fact, and 0.
+        Times are on this process's clock. Without a valid snapshot, return the initial state and 0.
 
         Raises:
-            StoreError: the database cannot be read.
+            StoreError: If the database cannot be read.
         """
         with storing(self._home):
-            kept = self._table.read(job)
+            kept = self._table.read_snapshot(job)
         if kept is None or not kept.body:
             return Standing(Rounds(plan)), 0
         try:
             standing = decode(kept.body)
         except UNDECODABLE as error:
-            self._table.pass_over(job, f"its state cannot be read ({error})")
+            self._table.warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
             return Standing(Rounds(plan)), 0
         if standing.rounds.plan != plan:
-            self._table.pass_over(job, "the job's settings have changed since")
+            self._table.warn_of_unusable_snapshot(job, "the job's settings have changed since")
             return Standing(Rounds(plan)), 0
         self._facts[job] = kept.log.facts
         rounds = standing.rounds
@@ -174,10 +164,10 @@ class Snapshots:
         standing.rounds = replace(rounds, opened_s=opened_s, began_s=now_s, asked_s=asked_s)
         return standing, kept.log.seq
 
-    def keep(self, job: str, standing: Standing) -> None:
-        """Keep a job's state if enough facts have come since the last snapshot, or the job has ended.
+    def save_if_due(self, job: str, standing: Standing) -> None:
+        """Store a snapshot of a job after enough events, or at the end of the job.
 
-        Nothing is kept while the log is not what the state rests on: not written yet, or damaged.
+        Nothing is stored while the log does not match the state, because events are unwritten or damaged.
         """
         rounds = standing.rounds
         ended = rounds.phase in ("done", "failed", "stopped")
@@ -191,28 +181,28 @@ class Snapshots:
             if known is None or not known.whole or known.facts != standing.facts:
                 return
             with self._writing():
-                self._table.write(job, known, body)
+                self._table.write_snapshot(job, known, body)
         except (DamagedRunError, StoreError) as error:
-            logger.warning("no snapshot of %s is kept: %s", job, error, extra=about(run=job))
+            logger.warning("no snapshot of %s is kept: %s", job, error, extra=log_ids(run=job))
         else:
             self._facts[job] = standing.facts
 
 
-def _sum(job: str, version: str, log: bytes, body: bytes) -> bytes:
+def _row_checksum(job: str, version: str, log: bytes, body: bytes) -> bytes:
     return checksum(job, version, log, hashlib.sha256(body).digest())
 
 
-def _hook(value: Any) -> Any:
+def _encode_bitmap(value: Any) -> Any:
     if isinstance(value, Contributed):
-        return value.packed()
+        return value.to_bytes()
     raise NotImplementedError(type(value))
 
 
-def _unhook(kind: type, value: Any) -> Any:
+def _decode_bitmap(kind: type, value: Any) -> Any:
     if kind is Contributed:
-        return Contributed.unpack(value)
+        return Contributed.from_bytes(value)
     raise NotImplementedError(kind)
 
 
-encode: Final = msgspec.msgpack.Encoder(enc_hook=_hook).encode
-decode: Final = msgspec.msgpack.Decoder(Standing, dec_hook=_unhook).decode
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_bitmap).encode
+decode: Final = msgspec.msgpack.Decoder(Standing, dec_hook=_decode_bitmap).decode

@@ -1,4 +1,4 @@
-"""States of one job in the depot: the first one, made of the bundle, and those that rounds have left."""
+"""Method states of a job in the blob store: the initial state, and the state after each round."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import encoding, mending, summing
 from fedquilt.coordinator.encoding import Encoded
 from fedquilt.coordinator.facts import Rounds
-from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.preflight import create_initial_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import BlobRef, Bundle, Method
 
 
 class Opened(NamedTuple):
-    """What a job that is taken up goes on from."""
-
     ref: BlobRef
     state: Any  # as it is stored
     settles: bool  # whether the method has settling rounds, for a new job
@@ -26,21 +24,19 @@ class Opened(NamedTuple):
 
 
 class States:
-    """States of one job; a worker may use it while the loop does not.
+    """Method states of a job. A worker may use them while the loop does not.
 
     Args:
-        run: id of the job.
-        job: settings.
-        method: of the job.
-        bundle: of the job.
-        folder: with the bundle.
-        depot: where states are, and the bundle's files for devices.
-        lazy_bytes: tensors of as many bytes stay on the disk.
+        run: The id of the job.
+        job: The settings of the job.
+        method: The method of the job.
+        bundle: The bundle of the job.
+        folder: The folder of the bundle.
+        depot: The store of states, and of the bundle's files for devices.
+        lazy_bytes: The size from which on tensors stay on disk.
 
-    Raises, from every method:
-        JobError, ModelError: the bundle cannot be run as written, or the state is lost.
-        UnreadableError: the disk fails where the bundle or the state is read.
-        StoreError: the depot cannot be written.
+    Every method raises JobError or ModelError if the bundle is invalid or the state is lost, UnreadableError if the
+    disk fails while reading, and StoreError if the blob store cannot be written.
     """
 
     def __init__(
@@ -49,32 +45,34 @@ class States:
         self._run, self._job, self._method, self._depot, self._lazy_bytes = run, job, method, depot, lazy_bytes
         self._bundle, self._folder = bundle, folder
 
-    def opened(self, rounds: Rounds) -> Opened:
-        """Store what is missing of the bundle, and read the state of these rounds; of a new job it is made first."""
-        self.restore(self._bundle.files)
-        ref = rounds.state or summing.stored(self._depot, *tensors.parts(self._first()))
-        state = self.load(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
+    def load_starting_state(self, rounds: Rounds) -> Opened:
+        """Store missing bundle files and load the current state, which is created for a new job."""
+        self.restore_bundle_files(self._bundle.files)
+        ref = rounds.state or summing.store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
+        state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
         settles = self._method.settle is not None and self._method.settle.wanted(state)
-        return Opened(ref, state, settles, encoding.encoded(self._method, state, ref, self._depot))
+        return Opened(ref, state, settles, encoding.encode_common_bundles(self._method, state, ref, self._depot))
 
-    def load(self, ref: BlobRef, round: int, *, again: bool) -> Any:
-        """A stored state.
+    def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
+        """Return a stored state.
 
         Args:
-            ref: of the state.
-            round: that begins with it, or ends with it; before round 1 it may be made anew from the bundle.
-            again: whether what it follows from is here, so that it can be stored anew.
+            ref: The reference of the state.
+            round: The round that begins or ends with the state. Before round 1, a lost state is rebuilt from the
+                bundle.
+            again: Whether the origin of the state is available, so that a lost state can be stored again.
         """
 
-        def anew() -> Any:
-            return None if round else self._first()
+        def rebuild() -> Any:
+            return None if round else self._create_initial_state()
 
-        return mending.state(self._run, self._depot, ref, self._method.state, anew, self._lazy_bytes, again=again)
+        return mending.load_or_rebuild_state(
+            self._run, self._depot, ref, self._method.state, rebuild, self._lazy_bytes, again=again
+        )
 
-    def restore(self, files: Mapping[str, BlobRef]) -> None:
-        """Store those files of the bundle that the depot lacks."""
-        mending.restore(self._run, self._depot, self._folder, files)
+    def restore_bundle_files(self, files: Mapping[str, BlobRef]) -> None:
+        mending.restore_bundle_files(self._run, self._depot, self._folder, files)
 
-    def _first(self) -> Any:
-        with mending.of_bundle(self._run, self._folder):
-            return first_state(self._job, self._bundle, self._method)
+    def _create_initial_state(self) -> Any:
+        with mending.convert_bundle_read_errors(self._run, self._folder):
+            return create_initial_state(self._job, self._bundle, self._method)

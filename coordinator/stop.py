@@ -1,8 +1,8 @@
-"""Limits of a job: `[stop]` in the job, or `fedquilt run --max-joules --max-bytes --max-wall`.
+"""Limits of a job: [stop], or `fedquilt run --max-joules --max-bytes --max-wall`.
 
-Decided between rounds from the log's totals, so a job can exceed its limits by a round, and
-its result is that of a whole round. The sum of joules lacks all unmetered tasks: a job with
-`max_joules` on boards without meters runs on, and reports after each round how much was not counted.
+Limits are compared with the totals of the log between rounds. So a job can exceed a limit by one round, and its result
+is that of a whole round. Joules do not include tasks without a meter: a job with `max_joules` on devices without meters
+continues, and reports after each round how many tasks were not counted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from fedquilt.core import Method, Update
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Totals of a job's answers so far."""
-
     joules: float = 0.0  # gross, of the metered tasks
     metered: int = 0  # number of metered tasks
     unmetered: int = 0  # number of tasks without a meter
     bytes: int = 0
     wall_s: float = 0.0  # of committed rounds
 
-    def plus(self, update: Update) -> Spent:
-        """Totals with one more answer."""
+    def add_update(self, update: Update) -> Spent:
         usage = update.usage
         return replace(
             self,
@@ -35,10 +32,9 @@ class Spent(msgspec.Struct, frozen=True):
         )
 
 
-def reached(limits: Stop, spent: Spent) -> str | None:
-    """Sentence on the limit that is used up; None: none is."""
+def describe_reached_limit(limits: Stop, spent: Spent) -> str | None:
     if limits.max_joules is not None and spent.joules >= limits.max_joules:
-        return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_but(spent)}"
+        return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(spent)}"
     if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
         return f"max_bytes: {spent.bytes} bytes of {limits.max_bytes} are used up"
     if limits.max_wall_s is not None and spent.wall_s >= limits.max_wall_s:
@@ -46,8 +42,8 @@ def reached(limits: Stop, spent: Spent) -> str | None:
     return None
 
 
-def caveat(limits: Stop, spent: Spent) -> str | None:
-    """Sentence after a round whose joules are incomplete; None: they are complete, or have no limit."""
+def describe_unmetered_tasks(limits: Stop, spent: Spent) -> str | None:
+    """Return a sentence on tasks missing from the joules, or None without tasks or a limit."""
     if limits.max_joules is None or not spent.unmetered:
         return None
     if not spent.metered:
@@ -55,23 +51,23 @@ def caveat(limits: Stop, spent: Spent) -> str | None:
             f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
             "joules; the job runs to its rounds, or to another limit of [stop]"
         )
-    return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_but(spent)}"
+    return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(spent)}"
 
 
-def _but(spent: Spent) -> str:
+def _unmetered_suffix(spent: Spent) -> str:
     if not spent.unmetered:
         return ""
     return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
 
 
-def cut_short(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Sentence for the last round of a method that ends by itself and has not ended; None elsewhere.
+def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Return a sentence on a job that ends before its method has finished, or None.
 
     Args:
-        method: of the job.
-        name: of the method.
-        rounds: most rounds of the job.
-        round: the one that is committed.
+        method: The method of the job.
+        name: The name of the method.
+        rounds: The greatest number of rounds of the job.
+        round: The number of the committed round.
     """
     if method.done is Method.done or round + 1 < rounds:
         return None

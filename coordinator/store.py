@@ -1,12 +1,11 @@
-"""Durable state of the coordinator: jobs and their facts in SQLite, tensors in a depot, under one folder.
+"""Durable state of a coordinator: jobs and events in SQLite, tensors in a blob store.
 
-HOME/fedquilt.db    jobs, rollouts, facts (write-ahead log, synchronous: a fact is on disk before it is acted on)
+HOME/fedquilt.db    jobs, rollouts, events (write-ahead log, synchronous: an event is on disk before any action follows)
 HOME/blobs/         states, updates and bundles by sha256
-HOME/lock           held while a coordinator runs here
+HOME/lock           locked while a coordinator runs here
 
-The database carries the version of its tables. One of an earlier version is updated when it is opened, one of a later
-version is refused. A single run that cannot be read, or whose rows are damaged, is reported and hides no other. Where
-SQLite finds the database damaged as a whole, it can be read as far as its runs are sound; nothing is written into it.
+The tables of an earlier version are upgraded when the database is opened, and those of a later version are refused. A
+single unreadable run is reported and hides no other. A database that SQLite finds damaged is read-only.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from fedquilt.coordinator.store_rows import (
     Rows,
     Stored,
     Unreadable,
+    current_user,
     decoded,
-    encoded,
-    served,
+    encode_lossless,
+    is_served,
     storing,
-    user,
 )
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk, Lock
@@ -54,7 +53,10 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class Row(NamedTuple):
-    """A job as stored. Status: ARMED, UNAPPROVED, queued, running, done, failed, stopped; or a request: stopping."""
+    """Job as stored in the database.
+
+    The status is ARMED, UNAPPROVED, queued, running, done, failed or stopped, or the request "stopping".
+    """
 
     id: str
     job: Job
@@ -67,49 +69,47 @@ class Row(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Armed run that starts another one, why, and whether that waits for approval."""
-
     row: Row
     why: str
     asks: bool
 
 
 class Store:
-    """One coordinator's folder.
+    """Home folder of a coordinator.
 
     Args:
-        durable: wait for the disk, so that nothing accepted is lost even in a power failure. On virtual time it is
-            enough to survive a killed process.
-        disk: where the folder is.
-        every: least number of facts from one snapshot of a job to the next.
+        home: The folder.
+        durable: Whether to wait for the disk, so that accepted updates survive a power failure. Otherwise they survive
+            a killed process.
+        disk: The disk of the folder.
+        every: The least number of events between two snapshots of a job.
 
-    Raises, from every method:
-        StoreError: the folder or database cannot be read or written.
+    Every method raises StoreError if the folder or the database cannot be read or written.
     """
 
     def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE, every: int = EVERY) -> None:
         self.home, self._disk = home, disk
         with storing(home):
-            (disk.settle if durable else disk.make)(home)
-            before = write_ahead.look(disk, home / "fedquilt.db")
+            (disk.make_durable_folder if durable else disk.make_folder)(home)
+            before = write_ahead.read_log(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
                 self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
-                before.report(disk, self._db)
+                before.report_damage(disk, self._db)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
-                store_tables.bring_up_to_date(self._db, home)
+                store_tables.upgrade_tables(self._db, home)
                 table = Table(self._db, home)
-                self._rows, self.damage = Rows(self._db, home, table.log), store_tables.damage(self._db)
+                self._rows, self.damage = Rows(self._db, home, table.read_log), store_tables.find_damage(self._db)
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
-        self.snapshots = Snapshots(table, self._rows.log, home, self._write_transaction, every)
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_s)
-        self.holds = Holds(self._db, home, self._write_transaction, self._epoch)
+        self.snapshots = Snapshots(table, self._rows.read_log, home, self._write_transaction, every)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
+        self.holds = Holds(self._db, home, self._write_transaction, self._read_epoch)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
-        self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
+        self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
 
     def __enter__(self) -> Store:
         return self
@@ -118,101 +118,94 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Close the database and release the lock."""
         self._db.close()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
-    def lock(self) -> bool:
-        """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
+    def acquire_lock(self) -> bool:
+        """Lock the home until the process ends. Return False if another coordinator has the lock."""
         if self._lock is None:
-            self._require_whole()
+            self._require_undamaged()
             with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
                 self.depot.open_as_owner()
         return self._lock is not None
 
-    def served(self) -> bool:
-        """Whether a coordinator holds this folder, this process included."""
-        return self._lock is not None or served(self.home, self._disk)
+    def is_served(self) -> bool:
+        return self._lock is not None or is_served(self.home, self._disk)
 
-    def next_epoch(self, above: int = 0) -> int:
-        """Number of this start of a coordinator here, from 1, and greater than `above`, which a device knows."""
+    def begin_epoch(self, above: int = 0) -> int:
+        """Begin a new epoch of the coordinator, greater than `above`, and return its number."""
         with self._write_transaction():
-            epoch = 1 + max(self._epoch(), above)
-            self._rows.count("epoch", epoch)
+            epoch = 1 + max(self._read_epoch(), above)
+            self._rows.set_counter("epoch", epoch)
         return epoch
 
     @property
     def epoch(self) -> int:
-        """Number of the last start of a coordinator here."""
         with storing(self.home):
-            return self._epoch()
+            return self._read_epoch()
 
-    def _epoch(self) -> int:
-        """Number of the last start; if that cannot be read, of the last one that took up a job."""
-        found = self._rows.counter("epoch")
+    def _read_epoch(self) -> int:
+        # a damaged counter is replaced by the latest epoch of a job
+        found = self._rows.read_counter("epoch")
         if found is None:
             log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
-            return max((row.epoch for row, whole in self._rows.jobs() if whole), default=0)
+            return max((row.epoch for row, whole in self._rows.read_jobs() if whole), default=0)
         return found
 
-    def note_signed(self, signed: bool) -> None:
-        """Note whether the coordinator that begins here checks who sends what."""
+    def record_authentication(self, signed: bool) -> None:
         with self._write_transaction():
-            self._rows.count("signed", 1 + signed)  # 0: a counter that has not begun
+            self._rows.set_counter("signed", 1 + signed)  # 0: a counter that has not begun
 
-    def signed(self) -> bool | None:
-        """Whether the latest coordinator over a broker checked who sent what; None: there was none."""
+    def was_authenticated(self) -> bool | None:
+        """Return whether the latest coordinator authenticated senders, or None before the first."""
         with storing(self.home):
-            found = self._rows.counter("signed")
+            found = self._rows.read_counter("signed")
         return found > 1 if found else None
 
     # -- jobs --
 
-    def unfinished(self, job: Job, bundle: Path, origin: Origin = "run") -> str | None:
-        """Latest run of exactly this job that has not ended for good, begun by the same command."""
-        rows = [row for row in self.jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
+    def find_unfinished(self, job: Job, bundle: Path, origin: Origin = "run") -> str | None:
+        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
-    def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "", by: Cause | None = None) -> str:
-        """Queue a job, or arm it if it has a trigger; `by` says what starts it, which both logs note.
+    def add_job(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "", by: Cause | None = None) -> str:
+        """Queue a job, or arm a job with a trigger, and return its id.
 
-        Its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs. A caller may give an `id`
-        that no other run has, where everything has to be repeated exactly.
+        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition. `by`
+        is the cause of a triggered start, which the logs of both runs record.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
-        settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else user()
+        settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
         with self._write_transaction():
-            self._rows.add(Stored(id, settings, str(bundle), status, now, origin, submitter=submitter))
-            self._rows.append([(run, now, encoded(run, Noted(said))) for run, said in notes.items()])
+            self._rows.insert_job(Stored(id, settings, str(bundle), status, now, origin, submitter=submitter))
+            self._rows.append_events([(run, now, encode_lossless(run, Noted(said))) for run, said in notes.items()])
         return id
 
-    def continue_or_add(self, job: Job, bundle: Path) -> tuple[str, bool]:
+    def find_or_add_job(self, job: Job, bundle: Path) -> tuple[str, bool]:
         """Return the unfinished run of exactly this job and True, or queue a new run and return False.
 
         Processes that submit the same job at once get the same run.
         """
         with self._write_transaction():
-            id = self.unfinished(job, bundle)
-            return (id, True) if id is not None else (self.add(job, bundle), False)
+            id = self.find_unfinished(job, bundle)
+            return (id, True) if id is not None else (self.add_job(job, bundle), False)
 
-    def jobs(self) -> list[Row]:
-        """All jobs that this version can read, in the order of queueing."""
+    def readable_jobs(self) -> list[Row]:
         return [row for row in self.all_jobs() if isinstance(row, Row)]
 
     def all_jobs(self) -> list[Row | Unreadable]:
-        """All jobs in the order of queueing, also those whose settings this version cannot read."""
         with storing(self.home):
-            return self._rows.each(self._row)
+            return self._rows.map_jobs(self._decode_row)
 
-    def _row(self, row: Stored, whole: bool) -> Row | Unreadable:
+    def _decode_row(self, row: Stored, whole: bool) -> Row | Unreadable:
         if not whole:
-            damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
+            damaged = self._rows.damage_error(row.id, "its row in the list of runs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
             return Unreadable(id, status, created, reason)
@@ -224,11 +217,11 @@ class Store:
         at = Path(row.bundle), row.status, row.created
         return Row(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
-    def job(self, run: str) -> Row:
-        """Find a job by its id; a job's name stands for its latest run.
+    def find_job(self, run: str) -> Row:
+        """Return the job with this id, or the latest job with this name.
 
         Raises:
-            StoreError: there is none, or it cannot be read.
+            StoreError: If there is no such job, or the job cannot be read.
         """
         rows = self.all_jobs()
         for row in reversed(rows):
@@ -239,170 +232,167 @@ class Store:
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
-        """Delete runs and their events from the database in one transaction, and return the ids deleted.
+        """Delete runs and their events in one transaction. Return the ids of the deleted runs.
 
-        Their blobs stay: `coordinator.garbage` deletes those that no run needs. `only_ended` spares those resumed.
+        Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
 
         Raises:
-            JobError: a coordinator other than this process serves the home and may be working on one of them.
+            JobError: If another coordinator may be working on one of the runs.
         """
         with self._write_transaction():
-            self.require_idle(ids)
-            gone = [id for id in ids if not only_ended or self.status(id) not in UNENDED]
+            self.require_inactive(ids)
+            gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
             for id in gone:
-                self._rows.remove(id)
+                self._rows.delete_job(id)
         return gone
 
-    def require_idle(self, ids: Collection[str]) -> None:
-        """Refuse runs that a coordinator other than this process may be working on.
-
-        Raises:
-            JobError: one of them waits or runs, and the home is served.
-        """
-        elsewhere = self._lock is None and self.served()
+    def require_inactive(self, ids: Collection[str]) -> None:
+        """Raise JobError if another coordinator may be working on one of these runs."""
+        elsewhere = self._lock is None and self.is_served()
         for id in ids:
-            if elsewhere and (status := self.status(id)) in UNENDED:
+            if elsewhere and (status := self.stored_status(id)) in UNENDED:
                 first = f"`fedquilt stop {id} --home {self.home}` ends it first"
                 raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else first}")
 
-    def begin(self, id: str) -> None:
-        """Note that the coordinator started last has taken a job up, unless it is asked to stop it."""
+    def mark_running(self, id: str) -> None:
+        """Record that this coordinator has activated a job, unless its stop was requested."""
         with self._write_transaction():
-            self._rows.change(id, epoch=self._epoch())
-        self.holds.end(id)
+            self._rows.update_job(id, epoch=self._read_epoch())
+        self.holds.end_suspension(id)
         self.set_status(id, "running", unless="stopping")
 
-    def standing(self, row: Row) -> str:
-        """Status of a job at this moment: "running" only if a coordinator is working on it.
+    def current_status(self, row: Row) -> str:
+        """Return the status of a job at this moment.
 
-        "held": the disk fails it. "waiting": the coordinator works on another job. "interrupted": none is here.
+        An unfinished job is "held" while suspended for the disk, "waiting" while queued behind other jobs, and
+        "interrupted" without a coordinator.
         """
-        if row.status in UNDER_WAY and self.served() and self.holds.of(row.id):
+        if row.status in UNDER_WAY and self.is_served() and self.holds.current_suspension(row.id):
             return "held"
         if row.status not in ("running", "stopping"):
             return row.status
-        if not self.served():
+        if not self.is_served():
             return "interrupted"
         with storing(self.home):
-            return row.status if row.epoch == self._epoch() else "waiting"
+            return row.status if row.epoch == self._read_epoch() else "waiting"
 
-    def status(self, id: str) -> str:
-        """Status of a job as stored; "": unknown; "damaged": its row is not what was written."""
+    def stored_status(self, id: str) -> str:
+        """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""
         with storing(self.home):
             try:
-                found = self._rows.job(id)
+                found = self._rows.find_job(id)
             except DamagedRunError:
                 return "damaged"
         return found.status if found else ""
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
-        """Store a job's status; one that has the status `unless` keeps it."""
         with self._write_transaction():
-            if not unless or self.status(id) != unless:
-                self._rows.change(id, status=status)
+            if not unless or self.stored_status(id) != unless:
+                self._rows.update_job(id, status=status)
 
-    def unsound(self) -> list[str]:
-        """Ids of runs and rollouts whose rows are damaged: blobs that seem to be of no use may be theirs."""
+    def find_damaged_ids(self) -> list[str]:
+        """Return the runs and rollouts with damaged rows, which may need seemingly unused blobs."""
         with storing(self.home):
-            return [*self._rows.unsound(), *self.rollouts.unreadable()]
+            return [*self._rows.find_damaged_jobs(), *self.rollouts.read_errors()]
 
-    def logs(self) -> dict[str, Log]:
-        """How far every job's log goes, and the blobs that it needs. Not to be changed."""
+    def read_logs(self) -> dict[str, Log]:
+        """Return the log of every job, with its length and its blobs. The result must not be changed."""
         with storing(self.home):
-            return self._rows.logs()
+            return self._rows.read_logs()
 
-    def states(self) -> set[str]:
-        """Hashes (sha256) of every job's latest state, from which results are made."""
-        return {log.state for log in self.logs().values() if log.state}
+    def latest_state_hashes(self) -> set[str]:
+        return {log.state for log in self.read_logs().values() if log.state}
 
     def referenced_blobs(self) -> set[str]:
-        """Return the blobs that runs and rollouts may need: latest states, and updates not contained in one."""
         with storing(self.home):
-            return self.rollouts.blobs().union(*(log.blobs for log in self.logs().values()))
+            return self.rollouts.referenced_blobs().union(*(log.needed_blobs for log in self.read_logs().values()))
 
     # -- facts --
 
-    def counted(self, update: Update) -> bool:
-        """Whether the log of an update's job, under way or not, holds that it was counted."""
+    def is_update_counted(self, update: Update) -> bool:
         with storing(self.home):
-            return self._rows.counted(update)
+            return self._rows.is_update_counted(update)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Write the facts that are appended within at once when it is left, or none of them if it is left by an error.
+    def batch_events(self) -> Iterator[None]:
+        """Write all events appended in the body at once, or none of them after an error.
 
-        Nothing may be acted on before that which rests on such a fact. Nobody else waits for the database meanwhile.
+        Actions that depend on these events must wait for the end of the body. Other processes can use the database
+        meanwhile.
         """
         assert self._waiting is None
         self._waiting = []
         try:
             yield
-            self._write(self._waiting)
+            self._write_events(self._waiting)
         finally:
             self._waiting = None
 
-    def append(self, id: str, fact: AnyFact) -> None:
-        """Write one fact; if the store is durable, it is on disk when this returns, or when `together` is left.
+    def append_event(self, id: str, fact: AnyFact) -> None:
+        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred.
 
         Raises:
-            JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
-                has been written.
+            JobError: If the event cannot be encoded without loss, such as a NaN. Nothing is written then.
         """
-        row = (id, self._disk.wall_s(), encoded(id, fact))
-        self._write([row]) if self._waiting is None else self._waiting.append(row)
+        row = (id, self._disk.wall_clock_s(), encode_lossless(id, fact))
+        self._write_events([row]) if self._waiting is None else self._waiting.append(row)
 
-    def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+    def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
-            self.depot.settle()  # what a fact names is on the disk before it
+            self.depot.sync_small_blobs()  # what a fact names is on the disk before it
             with self._write_transaction():
-                self._rows.append(rows)
+                self._rows.append_events(rows)
 
-    def transaction(self) -> AbstractContextManager[None]:
+    def open_transaction(self) -> AbstractContextManager[None]:
         """Return a write transaction, within which no other process adds runs or rollouts, or collects garbage."""
         return self._write_transaction()
 
     @contextmanager
     def _write_transaction(self) -> Iterator[None]:
-        """Open a write transaction. Raise StoreError if the database, or a run that is written to, is damaged."""
-        self._require_whole()
+        self._require_undamaged()
         try:
-            with storing(self.home), nullcontext() if self._db.in_transaction else self._rows.together():
+            with storing(self.home), nullcontext() if self._db.in_transaction else self._rows.open_transaction():
                 yield
         except DamagedRunError as error:
             raise StoreError(str(error)) from None
 
-    def _require_whole(self) -> None:
+    def _require_undamaged(self) -> None:
         if self.damage:
             raise StoreError(
                 f"{self.home / 'fedquilt.db'} is damaged ({self.damage}): nothing is written there; put back a copy of "
                 "the whole home, or export what can still be read and use another home"
             )
 
-    def end(self, id: str, fact: Ended) -> str:
-        """Store the end of a job that no process runs; returns the new status.
+    def end_inactive_job(self, id: str, fact: Ended) -> str:
+        """Store the end of a job that no process runs. Return the new status.
 
-        A job whose log already says "done", but whose coordinator was killed before it stored the status, stays done.
+        A job whose log ends as done stays done, even if its coordinator was killed before the status was stored.
         """
         try:
-            last = [found for _, _, found in self.facts(id)][-1:]
+            last = [found for _, _, found in self.read_events(id)][-1:]
         except JobError as error:  # nothing is added to a log that cannot be read
             log.error("%s", error)
         else:
             fact = next((found for found in last if isinstance(found, Ended) and found.status == "done"), fact)
             if fact not in last:
-                self.append(id, fact)
+                self.append_event(id, fact)
         self.set_status(id, fact.status)
         return fact.status
 
-    def facts(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyFact]]:
-        """(sequence, wall-clock seconds, fact) of a job, oldest first: `most` of them, all if it is negative.
+    def read_events(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyFact]]:
+        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first.
+
+        Args:
+            id: The id of the job.
+            after: The sequence number of the last event to skip.
+            most: The greatest number of events, or -1 for all.
 
         Raises:
-            JobError: a fact that this version does not know.
-            DamagedRunError: what is stored is not what was written.
+            JobError: If an event is unknown to this version.
+            DamagedRunError: If a row was changed after it was written.
         """
         with storing(self.home):
-            rows = self._rows.facts(id, after, most)
+            rows = self._rows.read_events(id, after, most)
         for seq, at, body in rows:
             try:
                 yield seq, at, decoded(body)

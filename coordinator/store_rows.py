@@ -1,7 +1,8 @@
-"""Rows of the coordinator's database, written with checksums and compared with them when they are read.
+"""Rows of the coordinator's database, protected by checksums.
 
-A row of `jobs` or `counters` has a checksum of its own. A fact's covers the fact before it of the same job too, and the
-job's row has that of the last one: so that a fact which is lost, added, changed or out of its place is found.
+Each row of `jobs` and `counters` has a checksum of its own. The checksum of an event also covers the previous event of
+the job, and the job's row contains the checksum of the latest event. So lost, added, changed or reordered events are
+detected.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from fedquilt.coordinator.checksums import FIRST, checksum, link
+from fedquilt.coordinator.checksums import FIRST, chain_checksum, checksum
 from fedquilt.coordinator.facts import AnyFact
 from fedquilt.coordinator.job_logs import Log, Logs
 from fedquilt.core import JobError, StoreError, Update
@@ -32,16 +33,11 @@ _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, s
 decoded: Final = msgspec.json.Decoder(AnyFact).decode
 
 
-class DamagedRunError(JobError):
-    """A run whose rows are not those that were written."""
+class DamagedRunError(JobError): ...
 
 
 class storing:
-    """Turn errors of a home's database and folder, raised in the body, into a sentence about that home.
-
-    Raises:
-        StoreError: in place of SQLite's and the system's errors.
-    """
+    """Context manager that converts SQLite and OS errors of its body to StoreErrors naming the home."""
 
     __slots__ = ("_home",)
 
@@ -62,22 +58,22 @@ class storing:
             ) from None
 
 
-def served(home: Path, disk: Disk = PRIVATE) -> bool:
-    """Whether a coordinator holds a home; nothing is written there.
+def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
+    """Return whether a coordinator runs for a home, without writing there.
 
     Raises:
-        StoreError: the home cannot be read.
+        StoreError: If the home cannot be read.
     """
     with storing(home):
         return disk.is_locked(home / "lock")
 
 
 class transaction:
-    """Make the statements of the body one transaction, which is taken back if the body raises.
+    """Context manager that runs its body in one transaction, rolled back after an error.
 
     Args:
-        db: whose statements are transactions of their own otherwise.
-        kind: SQLite's word for when it locks the database.
+        db: The database, in autocommit mode.
+        kind: The lock mode of SQLite: deferred, immediate or exclusive.
     """
 
     __slots__ = ("_db", "_kind")
@@ -97,18 +93,18 @@ class transaction:
                 self._db.execute("rollback")
 
 
-def readable(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
-    """Open a database so that nothing is written, nor needs to be: its reader may have no right to.
+def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
+    """Open a database for reading, which also works without write permission to its folder.
 
     Raises:
-        sqlite3.Error: there is none, or it cannot be read.
+        sqlite3.Error: If the database does not exist or cannot be read.
     """
-    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _still(path) else ''}"
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _is_immutable(path) else ''}"
     return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
 
 
-def _still(path: Path) -> bool:
-    """Whether SQLite has to be told that nobody writes: there is no write-ahead log, and a reader can make none."""
+def _is_immutable(path: Path) -> bool:
+    # without a write-ahead log, SQLite opens a database in a read-only folder only as immutable
     return not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
 
 
@@ -120,19 +116,17 @@ class Identity(NamedTuple):
     still: bool
 
     @staticmethod
-    def of(path: Path) -> Identity:
-        """The identity of the database at a path.
+    def from_path(path: Path) -> Identity:
+        """Return the identity of the database at a path.
 
         Raises:
-            OSError: there is none, or it cannot be looked at.
+            OSError: If the file does not exist or is not accessible.
         """
         found = path.stat()
-        return Identity(found.st_dev, found.st_ino, _still(path))
+        return Identity(found.st_dev, found.st_ino, _is_immutable(path))
 
 
 class Unreadable(NamedTuple):
-    """A run that this version cannot read, with the reason."""
-
     id: str
     status: str
     created: float  # wall-clock seconds
@@ -140,8 +134,6 @@ class Unreadable(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A row of `jobs`."""
-
     id: str
     settings: str  # JSON
     bundle: str
@@ -153,24 +145,23 @@ class Stored(NamedTuple):
     submitter: str = ""  # user of the system; "": not known, as in rows of version 2
 
     @property
-    def sum(self) -> bytes:
-        """Checksum of the row; one without a submitter has that of version 2."""
+    def row_checksum(self) -> bytes:
+        """Checksum of the row. A row without a submitter has the checksum of version 2."""
         return checksum(*(self if self.submitter else self[:-1]))
 
 
-def user() -> str:
-    """Name of this process's user, or its number if it has none."""
+def current_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
 
 
-def encoded(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Encode a fact, or whatever else `decode` reads, as JSON that decodes to an equal value.
+def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
+    """Return a struct as JSON that `decode` converts back to an equal value.
 
     Raises:
-        JobError: there is none.
+        JobError: If there is no such JSON, for example for a NaN.
     """
     kind = type(fact).__name__
     try:
@@ -187,13 +178,12 @@ class Rows:
     """Tables of one database.
 
     Args:
-        db: the database.
-        home: whose it is, for errors.
-        kept: the log as a snapshot of a job has it, if there is one that fits.
+        db: The database.
+        home: The home of the database, for error messages.
+        kept: The function that returns a job's log up to its valid snapshot, or None.
 
-    Raises, from every method:
-        sqlite3.Error: the database cannot be read or written.
-        DamagedRunError: a job's rows are damaged; names the job and the mend.
+    Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
+    the rows of its job are damaged.
     """
 
     def __init__(
@@ -201,104 +191,103 @@ class Rows:
     ) -> None:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
         self._db, self._home = db, home
-        self._made: tuple[object, list[Any]] = None, []  # what `each` made last, and of which state
+        self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
         self._whole: dict[str, tuple[Stored, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
         self._logs = Logs(db, kept)
 
-    def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
-        """One transaction: all of it or nothing."""
+    def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
         return transaction(self._db, kind)
 
     # -- jobs --
 
-    def each(self, make: Callable[[Stored, bool], T]) -> list[T]:
-        """What `make` makes of `jobs`. It is made anew after a change only: a coordinator asks twice a second."""
+    def map_jobs(self, make: Callable[[Stored, bool], T]) -> list[T]:
+        """Return `make(row, intact)` of every job. The results are cached until the database changes."""
         mark = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
         if mark != self._made[0] or self._db.in_transaction:  # whose changes may yet be undone
-            self._made = (None if self._db.in_transaction else mark), [make(*each) for each in self.jobs()]
+            self._made = (None if self._db.in_transaction else mark), [make(*each) for each in self.read_jobs()]
         return list(self._made[1])
 
-    def jobs(self) -> list[tuple[Stored, bool]]:
-        """Every job in the order of queueing, and whether its row is as it was written."""
+    def read_jobs(self) -> list[tuple[Stored, bool]]:
+        """Return the row of every job in submission order, and whether the row is intact."""
         found = self._db.execute(f"select {_COLUMNS}, sum from jobs order by rowid").fetchall()  # noqa: S608
-        return [(row := Stored(*each[:-1]), row.sum == each[-1]) for each in found]
+        return [(row := Stored(*each[:-1]), row.row_checksum == each[-1]) for each in found]
 
-    def job(self, id: str) -> Stored | None:
-        """Row of a job; None: no job has this id."""
+    def find_job(self, id: str) -> Stored | None:
         found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
         if found is None:
             return None
         row = Stored(*found[:-1])
         if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
-            if row.sum != found[-1]:
-                raise self.damaged(id, "its row in the list of runs is not what was written")
-            self._know(row, found[-1])
+            if row.row_checksum != found[-1]:
+                raise self.damage_error(id, "its row in the list of runs is not what was written")
+            self._remember_intact(row, found[-1])
         return row
 
-    def add(self, row: Stored) -> None:
-        """Insert a job."""
+    def insert_job(self, row: Stored) -> None:
         marks = ", ".join("?" * (len(row) + 1))
-        self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.sum))  # noqa: S608
+        self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.row_checksum))  # noqa: S608
 
-    def change(self, id: str, **values: Any) -> None:
-        """Change columns of a job, if there is such a job; call it within `together`."""
-        row = self.job(id)
+    def update_job(self, id: str, **values: Any) -> None:
+        """Change columns of a job, if the job exists. Requires an open transaction."""
+        row = self.find_job(id)
         if row is not None:
-            self._put(row, **values)
+            self._update_row(row, **values)
 
-    def _put(self, row: Stored, **values: Any) -> None:
-        """Change columns of a row that was read in this transaction."""
+    def _update_row(self, row: Stored, **values: Any) -> None:
         named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
         changed = row._replace(**values)
-        sum = changed.sum
+        sum = changed.row_checksum
         self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), sum, row.id))  # noqa: S608
-        self._know(changed, sum)
+        self._remember_intact(changed, sum)
 
-    def _know(self, row: Stored, sum: bytes) -> None:
+    def _remember_intact(self, row: Stored, sum: bytes) -> None:
         if len(self._whole) >= KNOWN:
             self._whole.clear()
         self._whole[row.id] = row, sum
 
-    def remove(self, id: str) -> None:
-        """Delete a job and its facts; call it within `together`."""
+    def delete_job(self, id: str) -> None:
+        """Delete a job and its events. Requires an open transaction."""
         self._db.execute("delete from facts where job = ?", (id,))
         self._db.execute("delete from jobs where id = ?", (id,))
 
     # -- counters --
 
-    def counter(self, name: str) -> int | None:
-        """A counter's value; 0: it has not begun; None: its row is damaged."""
+    def read_counter(self, name: str) -> int | None:
+        """Return a counter, 0 before its first value, or None if its row is damaged."""
         found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
         if found is None:
             return 0
         return int(found[0]) if found[1] == checksum(name, found[0]) else None
 
-    def count(self, name: str, value: int) -> None:
-        """Set a counter."""
+    def set_counter(self, name: str, value: int) -> None:
         self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
 
     # -- facts --
 
-    def append(self, facts: Iterable[tuple[str, float, str]]) -> None:
-        """Insert facts (job, wall-clock seconds, JSON); call it within `together`."""
+    def append_events(self, facts: Iterable[tuple[str, float, str]]) -> None:
+        """Insert events as (job, wall-clock seconds, JSON). Requires an open transaction."""
         heads: dict[str, bytes] = {}
         found: dict[str, Stored | None] = {}
         for job, at, body in facts:
             if job not in heads:
-                row = found[job] = self.job(job)
+                row = found[job] = self.find_job(job)
                 heads[job] = FIRST if row is None else row.head
-            before, heads[job] = heads[job], link(heads[job], job, at, body)
+            before, heads[job] = heads[job], chain_checksum(heads[job], job, at, body)
             values = job, at, body, heads[job]
             seq = self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", values).lastrowid
-            self._logs.written(job, before, int(seq or 0), at, body, heads[job])
+            self._logs.add_written_event(job, before, int(seq or 0), at, body, heads[job])
         for row in found.values():
             if row is not None:
-                self._put(row, head=heads[row.id])
+                self._update_row(row, head=heads[row.id])
 
-    def facts(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
-        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, or all if negative."""
-        with self.together("deferred"):  # the row and the facts of one moment
-            row, before = self.job(id), FIRST
+    def read_events(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
+        """Return the events of a job as (sequence number, wall-clock seconds, JSON), oldest first.
+
+        `after` is the sequence number of the last event to skip, and `most` is the greatest number of events, or -1 for
+        all.
+        """
+        with self.open_transaction("deferred"):  # the row and the facts of one moment
+            row, before = self.find_job(id), FIRST
             if after:
                 found = self._db.execute(
                     "select sum from facts where job = ? and seq <= ? order by seq desc limit 1", (id, after)
@@ -309,30 +298,30 @@ class Rows:
                 (id, after, most),
             ).fetchall()
         for seq, at, body, sum in rows:
-            before = link(before, id, at, body)
+            before = chain_checksum(before, id, at, body)
             if sum != before:
-                raise self.damaged(id, f"fact {seq}, or the one before it, is not what was written")
+                raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
         if row is not None and row.head != before and len(rows) != most:
-            raise self.damaged(id, "its last facts are missing")
+            raise self.damage_error(id, "its last facts are missing")
         return [(seq, at, body) for seq, at, body, _ in rows]
 
-    def log(self, id: str) -> Log | None:
+    def read_log(self, id: str) -> Log | None:
         """Return a job's current log, or None if there is no such job or the log's end differs from the job's row."""
-        row = self.job(id)
-        found = None if row is None else self._logs.of(id, row.head)
+        row = self.find_job(id)
+        found = None if row is None else self._logs.read_log(id, row.head)
         return found if row is not None and found is not None and found.head == row.head else None
 
-    def logs(self) -> dict[str, Log]:
-        """Every job's log as it is now, in the order of queueing. Not to be changed."""
-        return self._logs.now()
+    def read_logs(self) -> dict[str, Log]:
+        """Return the current log of every job in submission order. The result must not be changed."""
+        return self._logs.read_all_logs()
 
-    def unsound(self) -> list[str]:
-        """Ids of the jobs whose rows are damaged. What a snapshot covers is not looked at."""
+    def find_damaged_jobs(self) -> list[str]:
+        """Return the ids of jobs with damaged rows, without a check of events behind a snapshot."""
         found = []
-        for row, whole in self.jobs():
+        for row, whole in self.read_jobs():
             try:
                 if whole:
-                    log = self._logs.of(row.id, row.head)
+                    log = self._logs.read_log(row.id, row.head)
                     whole = log.whole and log.head == row.head
             except sqlite3.DatabaseError:
                 whole = False
@@ -340,14 +329,12 @@ class Rows:
                 found.append(row.id)
         return found
 
-    def damaged(self, id: str, what: str) -> DamagedRunError:
-        """The error of a damaged job."""
+    def damage_error(self, id: str, what: str) -> DamagedRunError:
         return DamagedRunError(
             f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
         )
 
-    def counted(self, update: Update) -> bool:
-        """Whether the log of an update's job holds that it was counted."""
+    def is_update_counted(self, update: Update) -> bool:
         query = """
             select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') = 'Answered'
             and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') = :device

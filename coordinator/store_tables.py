@@ -1,4 +1,4 @@
-"""The tables of a coordinator's database: their versions, how those of an earlier one become these, and their state."""
+"""Tables of a coordinator's database, their upgrade, and their integrity check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator import rollout_log
-from fedquilt.coordinator.checksums import FIRST, link
+from fedquilt.coordinator.checksums import FIRST, chain_checksum
 from fedquilt.coordinator.store_rows import Rows, Stored
 from fedquilt.core import StoreError
 
@@ -43,11 +43,11 @@ _ADDED = {  # columns that versions 0, 1 and 2 had not
 _OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 
 
-def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
-    """Make the tables, or give those of an earlier version what they lack.
+def upgrade_tables(db: sqlite3.Connection, home: Path) -> None:
+    """Create the tables, or upgrade those of an earlier version.
 
     Raises:
-        StoreError: they are of a later version.
+        StoreError: If the tables are of a later version.
     """
     found = int(db.execute("pragma user_version").fetchone()[0])
     if found > VERSION:
@@ -58,7 +58,7 @@ def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
     if found == VERSION:
         return
     db.executescript(_SCHEMA + rollout_log.SCHEMA)  # version 4 has rollouts
-    with Rows(db, home).together():
+    with Rows(db, home).open_transaction():
         for table, columns in _ADDED.items():
             there = {row[1] for row in db.execute(f"pragma table_info({table})")}
             for column, kind in columns.items():
@@ -68,41 +68,37 @@ def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
             for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
                 if (home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
                     db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
-        _add_sums(db, home)
+        _add_missing_checksums(db, home)
         db.execute(f"pragma user_version = {VERSION}")
 
 
-def _add_sums(db: sqlite3.Connection, home: Path) -> None:
-    """Give rows checksums that have none."""
+def _add_missing_checksums(db: sqlite3.Connection, home: Path) -> None:
     rows = Rows(db, home)
     for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
         head = FIRST
         facts = db.execute("select seq, at, body from facts where job = ? order by seq", (id,)).fetchall()
         for seq, at, body in facts:
-            head = link(head, id, at, body)
+            head = chain_checksum(head, id, at, body)
             db.execute("update facts set sum = ? where seq = ?", (head, seq))
         found = db.execute(
             "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
         ).fetchone()
         row = Stored(*found)._replace(head=head)
-        db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.sum, id))
+        db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.row_checksum, id))
     for name, value in db.execute("select name, value from counters where sum = x''").fetchall():
-        rows.count(name, value)
+        rows.set_counter(name, value)
 
 
-def damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
-    """What SQLite finds wrong with the whole database, in a sentence; "": nothing, as far as there was time to look.
-
-    An index that does not agree with its table is made anew.
-    """
-    said = _looked_at(db, limit_s)
+def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
+    """Return the damage that SQLite finds within `limit_s`, or "". A wrong index is rebuilt."""
+    said = _check_integrity(db, limit_s)
     if said and all(any(kind in line for kind in _OF_INDEX) for line in said):
         db.execute("reindex")
-        said = _looked_at(db, limit_s)
+        said = _check_integrity(db, limit_s)
     return "; ".join(said[:3])
 
 
-def _looked_at(db: sqlite3.Connection, limit_s: float) -> list[str]:
+def _check_integrity(db: sqlite3.Connection, limit_s: float) -> list[str]:
     until_s = time.monotonic() + limit_s
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:

@@ -1,4 +1,4 @@
-"""Blobs in an object store: models that boards fetch there, and updates that boards put there."""
+"""Blobs in an object store: models for devices, and updates of devices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _REMOVED: Final = ("", "removed")
 
 
 class Stored:
-    """Object store of one coordinator. No call waits for the store: requests run in threads.
+    """Blobs of one coordinator in an object store. Requests run in threads and never block.
 
     Args:
-        bucket: of the store.
-        fleet: name of the folder of all objects.
-        depot: of the blobs.
-        carriers: runs the threads, and passes their results to `take`.
+        bucket: The bucket of the store.
+        fleet: The name of the folder of all objects.
+        depot: The local blob store.
+        carriers: The runner of the threads, which passes their results to `handle_result`.
     """
 
     def __init__(self, bucket: Bucket, fleet: str, depot: Depot, carriers: Carriers) -> None:
@@ -40,46 +40,46 @@ class Stored:
         self._clock_known = False
         self._not_before_s = -math.inf
 
-    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Places where a device can fetch a blob; a missing one is stored first, and then in `take_ready`."""
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+        """Return the locations from which a device can fetch a blob.
+
+        A blob that is missing in the store is uploaded first, and then returned by `take_ready_blobs`.
+        """
         if time.monotonic() < self._there.get(ref.sha256, -math.inf):
-            return (self._bucket.source("GET", self._down(ref.sha256)),)
+            return (self._bucket.sign_source("GET", self._download_name(ref.sha256)),)
         if ref.sha256 in self._wanted:
             self._wanted[ref.sha256][device] = None
-        elif self._usable():
+        elif self._ensure_usable():
             self._wanted[ref.sha256] = {device: None}
-            source = self._bucket.source("PUT", self._down(ref.sha256), ref.size)
-            self._carriers.put(("", ref.sha256), self._depot, ref, (source,), lambda size: None)
+            source = self._bucket.sign_source("PUT", self._download_name(ref.sha256), ref.size)
+            self._carriers.start_upload(("", ref.sha256), self._depot, ref, (source,), lambda size: None)
         return ()
 
-    def accepts(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Places where a device can put a blob."""
-        if not self._usable():
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+        if not self._ensure_usable():
             return ()
         self._asked.add((device, ref.sha256))
-        return (self._bucket.source("PUT", self._up(device, ref.sha256), ref.size),)
+        return (self._bucket.sign_source("PUT", self._upload_name(device, ref.sha256), ref.size),)
 
-    def brought(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Places from which to fetch a device's upload."""
+    def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
         known = (device, ref.sha256) in self._asked
-        return (self._bucket.source("GET", self._up(device, ref.sha256)),) if known else ()
+        return (self._bucket.sign_source("GET", self._upload_name(device, ref.sha256)),) if known else ()
 
-    def over(self, key: Key) -> None:
-        """Remove a device's upload from the store: the blob is here, or not wanted any more."""
+    def delete_upload(self, key: Key) -> None:
         if key in self._asked:
             self._asked.discard(key)
-            source = self._bucket.source("DELETE", self._up(*key))
-            self._carriers.start(lambda: self._removed(source), Ended(_REMOVED, None, None))
+            source = self._bucket.sign_source("DELETE", self._upload_name(*key))
+            self._carriers.start_job(lambda: self._delete_object(source), Ended(_REMOVED, None, None))
 
-    def take_ready(self) -> list[Key]:
-        """Blobs that have come to the store since the last call, and the devices that asked for them meanwhile."""
+    def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs that reached the store since the last call, once per waiting device."""
         ready, self._ready = self._ready, []
         return ready
 
-    def take(self, ended: Ended) -> bool:
-        """Note the end of a job; returns whether the job was the store's."""
+    def handle_result(self, ended: Ended) -> bool:
+        """Process the result of a request. Return whether the request was made by this object."""
         if ended.key == _CLOCK and ended.error is not None:
-            self._rest(ended.error)
+            self._pause(ended.error)
         if ended.key[0] != "":
             return False
         devices = self._wanted.pop(ended.key[1], {})
@@ -87,25 +87,24 @@ class Stored:
             self._there[ended.key[1]] = time.monotonic() + THERE_S
             self._ready += [(device, ended.key[1]) for device in devices]
         elif ended.key not in (_CLOCK, _REMOVED):
-            self._rest(str(ended.error))
+            self._pause(str(ended.error))
         return True
 
-    def look(self) -> None:
-        """Ask for the store's clock, by which addresses are signed."""
-        source = self._bucket.source("HEAD", "")
+    def request_clock(self) -> None:
+        source = self._bucket.sign_source("HEAD", "")
         self._not_before_s = math.inf  # until the store has answered
-        self._carriers.start(lambda: self._looked(source), Ended(_CLOCK, None, "no answer"))
+        self._carriers.start_job(lambda: self._fetch_clock(source), Ended(_CLOCK, None, "no answer"))
 
-    def _usable(self) -> bool:
+    def _ensure_usable(self) -> bool:
         if time.monotonic() < self._not_before_s:
             return False
         if not self._clock_known:
-            self.look()
+            self.request_clock()
         return self._clock_known
 
-    def _looked(self, source: Source) -> Ended:
+    def _fetch_clock(self, source: Source) -> Ended:
         try:
-            _, date = self._carriers.ask("HEAD", source)
+            _, date = self._carriers.send_request("HEAD", source)
         except LinkError as error:
             return Ended(_CLOCK, None, str(error))
         if self._bucket.set_clock(date) > SKEW_S:
@@ -113,24 +112,23 @@ class Stored:
         self._clock_known, self._not_before_s = True, -math.inf
         return Ended(_CLOCK, None, None)
 
-    def _removed(self, source: Source) -> Ended:
+    def _delete_object(self, source: Source) -> Ended:
         try:
-            self._carriers.ask("DELETE", source)
+            self._carriers.send_request("DELETE", source)
         except LinkError as error:
             log.debug("an object is left in the store: %s", error)
         return Ended(_REMOVED, None, None)
 
     @property
     def offset_s(self) -> float:
-        """Seconds by which the store's clock is ahead of this machine's."""
         return self._bucket.offset_s
 
-    def _rest(self, error: str) -> None:
+    def _pause(self, error: str) -> None:
         log.warning("the object store is not used for %g s: %s", REST_S, error)
         self._not_before_s, self._clock_known = time.monotonic() + REST_S, False
 
-    def _down(self, sha256: str) -> str:
+    def _download_name(self, sha256: str) -> str:
         return f"{self._fleet}/dn/{sha256}"
 
-    def _up(self, device: str, sha256: str) -> str:
+    def _upload_name(self, device: str, sha256: str) -> str:
         return f"{self._fleet}/up/{device}/{sha256}"

@@ -1,7 +1,7 @@
-"""Transitions between a job's phases: the one table that `facts.apply` enforces and the documentation draws.
+"""Transitions between the phases of a job, enforced for every event.
 
-A fact that the table does not allow is refused rather than ignored: a log with one was not written by this
-coordinator's rules, and no state derived from it can be trusted.
+An event that the table does not allow is an error. The log was written by other rules then, and no state derived from
+it can be trusted.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
 """Name of a fact's class -> phase before it -> phases that it may lead to."""
 
 
-def allowed(fact: str, phase: Phase) -> tuple[Phase, ...]:
-    """Phases that a fact may lead to from `phase`; (): it is not allowed there."""
+def next_phases(fact: str, phase: Phase) -> tuple[Phase, ...]:
+    """Return the phases that an event may lead to from `phase`, or () if it is not allowed there."""
     return TRANSITIONS[fact].get(phase, ())
 
 
-def diagram() -> str:
-    """TRANSITIONS as a Mermaid state diagram: one arrow for each pair of phases, labelled with its facts."""
+def format_diagram() -> str:
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for fact, moves in TRANSITIONS.items():
         for before, afters in moves.items():

@@ -1,10 +1,10 @@
-"""Which jobs are served, and how they share boards: pure decisions, no I/O, no clock.
+"""Fair-share scheduling of jobs and devices. Pure.
 
-As many jobs are served at once as there are places. A served job that waits for boards costs nobody anything while
-places are free; if others are in line, it gives its place to the next, and is taken up again at its next turn.
-Nothing of it is lost, as its log is its whole state.
+A job is active while it holds one of the coordinator's slots. An active job that waits for devices keeps its slot until
+another job is queued. Then the job gives the slot up and is queued again. Nothing is lost, because the event log is the
+whole state of a job.
 
-What jobs share fairly is boards' time: seconds for which boards had their tasks, divided by the jobs' priorities.
+Jobs share device time: the seconds for which devices were leased to a job, divided by the job's priority.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ START_S: Final = 1.0  # likewise a job whose round has not begun
 
 
 class Wait(NamedTuple):
-    """How long a served job has waited for boards."""
+    """Time for which no device has worked on an active job."""
 
     idle_s: float  # since a device last worked on it
     begun: bool = True  # whether its running round has been asked of anybody
 
     @property
-    def over(self) -> bool:
-        """Whether it gives its place to a job in line."""
+    def is_over_limit(self) -> bool:
         return self.idle_s >= (PATIENCE_S if self.begun else START_S)
 
 
 class Claim(NamedTuple):
-    """What a served job has had of the boards' time, as it stands beside the others."""
+    """Device time used by an active job, compared with that of the other jobs."""
 
     had_s: float  # boards' seconds, divided by its priority
     round_s: float  # of these, the seconds of its latest round, or of the running one if they are more
@@ -43,28 +42,32 @@ class Claim(NamedTuple):
     working: bool  # whether a device works on it
 
 
-def mine(row: Row, only: str | None) -> bool:
-    """Whether a coordinator takes a job up: the only one it serves, or any that `run` has submitted.
+def is_schedulable(row: Row, only: str | None) -> bool:
+    """Return whether this coordinator may run a job.
 
-    Runs of simulated fleets have places of their own: whoever began one brings its boards.
+    With `only`, that is the job with this id. Otherwise that is every job submitted by `fedquilt run`: simulated jobs
+    bring their own devices and are run by the process that started them.
     """
     return row.id == only if only is not None else row.origin == "run"
 
 
-def served(
+def select_jobs(
     rows: Sequence[Row], waits: Mapping[str, Wait], gave_way_s: Mapping[str, float], limits: Limits = Limits()
 ) -> list[str]:
-    """Ids of the jobs to serve now, within the limits.
+    """Return the ids of the jobs that run now, in order of precedence.
+
+    Active jobs that are not idle come first, then queued jobs, then idle ones. Among queued jobs, those that were never
+    preempted come first, interrupted ones before new ones, and the most recently preempted one comes last.
 
     Args:
-        rows: the jobs this coordinator may serve, in the order in which they were queued.
-        waits: served job -> how long it has waited.
-        gave_way_s: job -> when it last gave way to another.
-        limits: on how many jobs run at once, all and of one submitter.
+        rows: The jobs that this coordinator may run, in submission order.
+        waits: The idle time of each active job, by job id.
+        gave_way_s: The time at which each preempted job gave its slot up, by job id.
+        limits: The limits on the number of active jobs, in total and per submitter.
     """
     wanting = [row for row in rows if row.status in UNDER_WAY]
-    kept = [row for row in wanting if row.id in waits and not waits[row.id].over]
-    idle = [row for row in wanting if row.id in waits and waits[row.id].over]
+    kept = [row for row in wanting if row.id in waits and not waits[row.id].is_over_limit]
+    idle = [row for row in wanting if row.id in waits and waits[row.id].is_over_limit]
     behind = sorted(
         (row for row in wanting if row.id not in waits),
         key=lambda row: (gave_way_s.get(row.id, -math.inf), row.status != "running"),
@@ -77,10 +80,11 @@ def served(
     return found
 
 
-def left(job: str, claims: Mapping[str, Claim]) -> set[str]:
-    """Devices that a job leaves to others now: those of jobs at work than which it is ahead by more than a round.
+def devices_to_yield(job: str, claims: Mapping[str, Claim]) -> set[str]:
+    """Return the devices that a job must leave to jobs behind it.
 
-    A job with much shorter tasks would otherwise find its boards taken whenever a round of its ends.
+    A job yields to every working job whose device time is more than one round behind its own. Without this rule, a job
+    with short tasks would take its competitor's devices back after each of the competitor's rounds.
     """
     own = claims[job]
     behind = (
@@ -91,6 +95,9 @@ def left(job: str, claims: Mapping[str, Claim]) -> set[str]:
     return set[str]().union(*behind)
 
 
-def absent(claims: Mapping[str, Claim]) -> float:
-    """Boards' time of the job at work that has had least; 0 if none is. One that was not there starts level with it."""
+def minimum_device_time(claims: Mapping[str, Claim]) -> float:
+    """Return the least device time of all working jobs, or 0 if there are none.
+
+    A job that becomes active starts with this value, so that it cannot claim time from before.
+    """
     return min((each.had_s for each in claims.values() if each.working), default=0.0)

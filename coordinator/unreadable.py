@@ -1,8 +1,8 @@
-"""Jobs of which the disk failed to give something back: when they are tried again, and when given up.
+"""Retries of jobs after failed disk reads.
 
-A disk fails for a moment where a cable or a controller does, and for good where a sector is gone. The coordinator
-does not know which it is. So it goes on with its other jobs, and takes the job up again a little later. What cannot be
-read after `TRIES` is given up: a blob that is made or asked for again is put aside; for anything else its job fails.
+A disk may fail for a moment (a cable, a controller) or for good (a sector). So the coordinator continues with its other
+jobs and starts the job again later. After `TRIES` failures the file is given up: a blob that can be rebuilt or
+requested again is discarded, and for any other file the job fails.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothi
 
 
 class Tried(NamedTuple):
-    """Tries of what a job needs; times are those of the coordinator's clock."""
-
     what: str
     number: int  # of tries so far
     since_s: float  # the first
@@ -24,27 +22,24 @@ class Tried(NamedTuple):
 
 
 class Waiting:
-    """Jobs that wait for the disk."""
-
     def __init__(self) -> None:
         self._tried: dict[str, Tried] = {}  # by job
 
-    def waits(self, job: str, now_s: float) -> bool:
-        """Whether a job is not to be taken up yet."""
+    def is_waiting(self, job: str, now_s: float) -> bool:
         return job in self._tried and now_s < self._tried[job].again_s
 
     def record_failure(
         self, job: str, what: str, now_s: float, *, counts: bool = True, before: Tried | None = None
     ) -> Tried | None:
-        """Count a failed read of a job's file. Return when to try again, or None to give the job up.
+        """Count a failed read of a job's file. Return the time of the retry, or None to give the file up.
 
         Args:
-            job: Id of the job.
-            what: What could not be read.
-            now_s: Seconds of the coordinator's clock.
-            counts: Whether tries are limited. Without a limit the job waits as long as necessary.
-            before: Tries of earlier coordinators. A try that comes before their next one is due does not count, so that
-                restarts within seconds do not give a job up.
+            job: The id of the job.
+            what: The file that could not be read.
+            now_s: The time of the coordinator's clock, in seconds.
+            counts: Whether the number of attempts is limited. Without a limit, the job waits as long as necessary.
+            before: The attempts under earlier coordinators. An attempt before their next due time does not count, so
+                that restarts within seconds do not give a job up.
         """
         known = self._tried.pop(job, before)
         if known is None or known.what != what or now_s >= known.again_s + NEW_S:
@@ -57,5 +52,4 @@ class Waiting:
         return self._tried[job]
 
     def forget(self, job: str) -> None:
-        """Note that a job does not wait any more."""
         self._tried.pop(job, None)

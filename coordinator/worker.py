@@ -1,7 +1,7 @@
-"""Work that would stop the coordinator's loop for too long: done elsewhere, one piece after the other.
+"""Background work, for operations that would block the coordinator's loop for too long.
 
-A piece is a function without arguments that changes nothing the loop uses at the same time. What follows from its
-result is decided in the loop, which calls `finish`.
+A work item is a function without arguments that modifies nothing used by the loop at the same time. The callback runs
+in the loop, by `run_callbacks`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ Then = Callable[[Callable[[], T], float], None]
 
 
 class Worker(Protocol):
-    """Carries out pieces of work in the order in which they were started."""
-
     large_bytes: float
     """Size of a state or an update from which on it is for the worker."""
 
@@ -33,37 +31,31 @@ class Worker(Protocol):
     """Times an exact sum's own bytes: so many of updates are folded when it is stored, and they are dropped."""
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is under way, and every result has been taken."""
-        ...
+    def is_idle(self) -> bool: ...
 
     @property
-    def ended(self) -> bool:
-        """Whether `finish` has something to decide."""
+    def has_results(self) -> bool: ...
+
+    def fds(self) -> Sequence[int]: ...
+
+    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
+        """Queue a work item. `run_callbacks` calls `then` once the item has ended."""
         ...
 
-    def fds(self) -> Sequence[int]:
-        """File descriptors that are readable when a piece has ended."""
-        ...
-
-    def start(self, piece: Callable[[], T], then: Then[T]) -> None:
-        """Begin a piece of work."""
-        ...
-
-    def finish(self, now_s: float) -> bool:
-        """Decide what follows from the pieces that have ended; returns whether there were any."""
+    def run_callbacks(self, now_s: float) -> bool:
+        """Call the callbacks of work items that have ended. Return whether there were any."""
         ...
 
     def close(self) -> None:
-        """Start no piece any more; the one under way ends first."""
+        """Start no further work items, and wait for the running one."""
         ...
 
 
 class Here:
-    """A worker in the loop itself: a piece has ended when `start` returns.
+    """Worker that runs each work item inside `submit`.
 
     Args:
-        large_bytes: as of `Worker`; by default nothing is large.
+        large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
     """
 
     def __init__(self, large_bytes: float = math.inf) -> None:
@@ -71,36 +63,30 @@ class Here:
         self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
 
     @property
-    def idle(self) -> bool:
-        """See `Worker`."""
+    def is_idle(self) -> bool:
         return not self._ended
 
     @property
-    def ended(self) -> bool:
-        """See `Worker`."""
+    def has_results(self) -> bool:
         return bool(self._ended)
 
     def fds(self) -> Sequence[int]:
-        """None: nothing happens elsewhere."""
         return ()
 
-    def start(self, piece: Callable[[], T], then: Then[T]) -> None:
-        """See `Worker`."""
-        self._ended.append((then, outcome(piece)))
+    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
+        self._ended.append((then, run_and_capture(piece)))
 
-    def finish(self, now_s: float) -> bool:
-        """See `Worker`."""
-        return _finish(self._ended, now_s) > 0
+    def run_callbacks(self, now_s: float) -> bool:
+        return _run_callbacks(self._ended, now_s) > 0
 
-    def close(self) -> None:
-        """Nothing is under way."""
+    def close(self) -> None: ...
 
 
 class Thread:
-    """A worker in a thread of its own, which begins with the first piece.
+    """Worker in a thread, which starts with the first work item.
 
     Args:
-        large_bytes: as of `Worker`.
+        large_bytes: The size from which on a state or an update is left to the worker.
     """
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
@@ -113,37 +99,31 @@ class Thread:
         self._thread: threading.Thread | None = None
 
     @property
-    def idle(self) -> bool:
-        """See `Worker`."""
+    def is_idle(self) -> bool:
         return self._open == 0
 
     @property
-    def ended(self) -> bool:
-        """See `Worker`."""
+    def has_results(self) -> bool:
         return bool(self._ended)
 
     def fds(self) -> Sequence[int]:
-        """Return the file descriptor that becomes readable when a work item has ended, or none before the start."""
         return () if self._thread is None else (self._wake,)
 
-    def start(self, piece: Callable[[], T], then: Then[T]) -> None:
-        """See `Worker`."""
+    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
             self._thread.start()
         self._open += 1
         self._begun.put((piece, then))
 
-    def finish(self, now_s: float) -> bool:
-        """Call the callbacks of work items that have ended. Return whether there were any."""
+    def run_callbacks(self, now_s: float) -> bool:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        count = _finish(self._ended, now_s)
+        count = _run_callbacks(self._ended, now_s)
         self._open -= count
         return count > 0
 
     def close(self) -> None:
-        """See `Worker`."""
         self._closed = True
         if self._thread is not None:
             self._begun.put(None)
@@ -152,13 +132,13 @@ class Thread:
     def _run(self) -> None:
         while (begun := self._begun.get()) is not None and not self._closed:
             piece, then = begun
-            self._ended.append((then, outcome(piece)))
+            self._ended.append((then, run_and_capture(piece)))
             del begun, piece, then  # what they hold may be large
             os.eventfd_write(self._wake, 1)
 
 
-def outcome(piece: Callable[[], T]) -> Callable[[], T]:
-    """Carry out a piece of work; returns a function that returns its result, or raises its error."""
+def run_and_capture(piece: Callable[[], T]) -> Callable[[], T]:
+    """Run a work item. Return a function that returns its result or raises its error."""
     try:
         found = piece()
     except Exception as error:
@@ -171,8 +151,7 @@ def outcome(piece: Callable[[], T]) -> Callable[[], T]:
     return lambda: found
 
 
-def _finish(ended: deque[tuple[Then[Any], Callable[[], Any]]], now_s: float) -> int:
-    """Decide what follows from the pieces that have ended by now; returns their number."""
+def _run_callbacks(ended: deque[tuple[Then[Any], Callable[[], Any]]], now_s: float) -> int:
     count = len(ended)
     for _ in range(count):
         then, result = ended.popleft()

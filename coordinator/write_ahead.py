@@ -1,11 +1,11 @@
-"""The write-ahead log of the database: whether SQLite has taken up all that was committed to it.
+"""Detection of damage in the database's write-ahead log.
 
-SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So
-one damaged bit would take back every fact behind it without a word. What another process is just writing, or was
-killed over before SQLite told it that it was written, is not taken up either; there the checksums match.
+SQLite reads the log up to the first wrong checksum, treats the rest as an unfinished write, and overwrites it. So one
+damaged bit would silently discard all later events. SQLite also ignores the unfinished write of another process or of a
+killed one, but there the checksums match.
 
-How far SQLite has read is asked of SQLite, never read from its index: the locks of a process on a file, which keep
-others from making that index anew while it is used, all end when the process closes any descriptor of the file.
+The number of frames read is requested from SQLite and never taken from its index. All locks of a process on a file end
+when the process closes any descriptor of the file, and these locks protect the index while it is used.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ _FRAME: Final = struct.Struct(">II8s8s")  # page, size of the database after a c
 
 
 class Log(NamedTuple):
-    """A log before it is opened."""
-
     path: Path
     head: bytes
     committed: int  # frames up to the last commit, whether their checksums match or not
 
-    def lost(self, disk: Disk, taken: int) -> int:
-        """Number of committed frames behind the `taken` that SQLite has read; 0 if the log has begun anew."""
+    def count_lost_frames(self, disk: Disk, taken: int) -> int:
+        """Return how many committed frames SQLite failed to read, or 0 if the log was restarted."""
         if self.committed <= taken or disk.read(self.path, 0, _HEAD.size) != self.head:
             return 0
-        return self.committed - taken if self._damaged(disk, taken) else 0
+        return self.committed - taken if self._has_damaged_frame(disk, taken) else 0
 
-    def _damaged(self, disk: Disk, taken: int) -> bool:
-        """Whether a frame that SQLite has not taken up has another checksum than its content, or so has the head."""
+    def _has_damaged_frame(self, disk: Disk, taken: int) -> bool:
         _, _, page, _, salts, sums = _HEAD.unpack(self.head)
-        order, size = _order(self.head), _size(page)
-        if not taken and not _whole(self.head):
+        order, size = _byte_order(self.head), _frame_size(page)
+        if not taken and not _is_header_intact(self.head):
             return True
         seed = sums if not taken else disk.read(self.path, _HEAD.size + (taken - 1) * size + 16, 8)
         for number in range(taken, self.committed):
@@ -54,10 +51,10 @@ class Log(NamedTuple):
             seed = stated
         return False
 
-    def report(self, disk: Disk, db: sqlite3.Connection) -> None:
-        """Keep a copy of what SQLite, which has opened the log, has not taken up, and say so.
+    def report_damage(self, disk: Disk, db: sqlite3.Connection) -> None:
+        """Copy a damaged log to a file and log a warning. SQLite must have opened the database.
 
-        On a full disk the next opening does so: a checkpoint has no room there, and who reads needs none.
+        On a full disk the next opening does so, because SQLite's checkpoint needs space.
         """
         if not self.committed:
             return
@@ -67,7 +64,7 @@ class Log(NamedTuple):
             if "is full" not in str(error):
                 raise
             return
-        if taken >= 0 and (lost := self.lost(disk, taken)):
+        if taken >= 0 and (lost := self.count_lost_frames(disk, taken)):
             aside = self.path.with_name(f"{self.path.name}.damaged")
             disk.write(aside, disk.read(self.path))
             log.warning(
@@ -77,16 +74,19 @@ class Log(NamedTuple):
             )
 
 
-def _order(head: bytes) -> str:
+def _byte_order(head: bytes) -> str:
     return ">" if head[3] & 1 else "<"
 
 
-def _whole(head: bytes) -> bool:
-    return _checksum(head[:24], bytes(8), _order(head)) == head[24:]
+def _is_header_intact(head: bytes) -> bool:
+    return _checksum(head[:24], bytes(8), _byte_order(head)) == head[24:]
 
 
 def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
-    """SQLite's checksum of words in the log's byte order, going on from `seed`; stored with the high byte first."""
+    """Return SQLite's checksum of words in the log's byte order, continued from `seed`.
+
+    The result is in big-endian byte order.
+    """
     first, second = struct.unpack(">II", seed)
     words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
     for one, other in zip(words, words, strict=True):
@@ -95,34 +95,34 @@ def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
     return struct.pack(">II", first, second)
 
 
-def _size(page: int) -> int:
-    """Bytes of a frame with a page of so many bytes; of one with the usual page where that is no size of one."""
+def _frame_size(page: int) -> int:
+    # an invalid page size counts as the default of 4096 bytes
     return _FRAME.size + (page if 512 <= page <= 65536 and page & page - 1 == 0 else 4096)
 
 
-def look(disk: Disk, database: Path) -> Log:
-    """The log beside a database; an empty one where there is none, or no longer one."""
+def read_log(disk: Disk, database: Path) -> Log:
+    """Return the log of a database before it is opened, or an empty log if there is none."""
     path = database.with_name(database.name + "-wal")
     try:
-        return _found(disk, path)
+        return _parse_log(disk, path)
     except FileNotFoundError:  # the last process that had the database open has closed it: all is in there
         return Log(path, b"", 0)
 
 
-def _found(disk: Disk, path: Path) -> Log:
+def _parse_log(disk: Disk, path: Path) -> Log:
     found = disk.stat(path)
     head = b"" if found is None else disk.read(path, 0, _HEAD.size)
     if found is None or len(head) < _HEAD.size:
         return Log(path, head, 0)
     _, _, page, _, salts, _ = _HEAD.unpack(head)
-    size = _size(page)
+    size = _frame_size(page)
     frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
     ours = {salts}
     for _, _, first, _ in frames[:1]:
         # A log that begins anew has its new head before its first frame: both words of salt are others than those of
         # the frames that it still has of the log before it. Where one word is the same, or the head is not whole, it
         # is damaged.
-        if first[:4] == salts[:4] or first[4:] == salts[4:] or not _whole(head):
+        if first[:4] == salts[:4] or first[4:] == salts[4:] or not _is_header_intact(head):
             ours.add(first)
     commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
     return Log(path, head, max(commits, default=0))

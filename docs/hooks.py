@@ -64,7 +64,6 @@ def _link(found: re.Match[str], source: Path, uri: str) -> str:
 
 
 def _drawn(fence: str) -> str:
-    """A diagram of states as a table; any other block as it is."""
     if not fence.startswith("```mermaid"):
         return fence
     arrows = re.findall(r"^ *(\S+) --> (\S+?)(?:: (.*))?$", fence, re.MULTILINE)

@@ -1,1 +1,1 @@
-"""Edge agent: one daemon per board. Only `engines` and the task's process import torch or onnxruntime."""
+"""Edge agent, one daemon per device. Only task processes import torch or onnxruntime."""

@@ -1,4 +1,4 @@
-"""Loop of the agent: Link <-> plan <-> outbox, worker and board. It decides nothing itself."""
+"""Main loop of the agent: connects link, state machine, outbox, worker and board."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.releases.releases import Releases
 from fedquilt.edge_agent.served import Runner
-from fedquilt.edge_agent.settings import AgentSettings, size_bytes
+from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.state import SPARE_BYTES, Local
 from fedquilt.edge_agent.task import budget, failures
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import Worker
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
 
@@ -46,19 +46,21 @@ RETELL_MOST_S: Final = 600.0  # a broker retains them, but may lose messages it 
 
 
 class Agent:
-    """One device's agent. A `fedquilt.transport.link.Endpoint`.
+    """Agent of one device, an `Endpoint` of its link.
 
     Args:
-        boot: name of this start of the agent, different at each.
-        durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
-        clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
-        kinds: what it exchanges on demand: "model", "agent", "settings".
-        runner: of the board's models; None: none that is watched.
-        carriers: of blobs, beside the link; None: without certificates.
+        boot: Id of this start of the agent, different at each start.
+        durable: Whether to sync each step to the disk. See `Local`.
+        shared: Store of small blobs shared with other devices of this process.
+        disk: Disk of the home folder.
+        clock: Device clock in seconds since 1970, or None if the device has no clock.
+        kinds: Kinds of release by name: "model", "agent", "settings".
+        runner: Status of the device's model runner, or None if no runner is watched.
+        carriers: Transfer backends besides the link, or None without certificates.
 
     Raises:
-        StoreError: its home cannot be read or written.
-        JobError: a size in the settings that cannot be read.
+        StoreError: If the home folder cannot be read or written.
+        JobError: If a size in the settings is invalid.
     """
 
     finished = False
@@ -92,126 +94,124 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         depot = self.local.depot
-        self._transfers = Transfers(link, depot, self._topics, "up", self._may_give, carriers=carriers)
-        means = means_of.of(settings, board.memory_bytes)
+        self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, carriers=carriers)
+        means = means_of.capabilities_from_settings(settings, board.memory_bytes)
         kept, counted = self.local.load_outbox()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
             self.device,
-            events.State(means, outbox=offers, counted=counted, learned=self.local.learned()),
+            events.State(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
             board,
             worker,
-            settings.governor.rule(),
+            settings.governor.to_policy(),
             self,
         )
         self.releases = Releases(self.local, kinds, self.duty, self, settings.releases, clock)
-        if durable and (short := budget.no_engine(means.budget_bytes, means.engines)):
+        if durable and (short := budget.describe_engine_shortage(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._means, self.told = means, None  # `told`: the last telemetry
-        self._unable = kinds["agent"].unable() if "agent" in kinds else ""
-        self._profile = messages.profile(self.device, board, means, self._unable)
+        self._unable = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
+        self._profile = messages.profile_message(self.device, board, means, self._unable)
         self._progress_s = self._telemetry_s = -math.inf
         self._full_bytes: int | None = None  # disk space that was free when a task last failed for want of more
         self._full_s: float | None = None  # when that was reported
 
     @property
-    def connected(self) -> bool:
-        """Whether the broker is reached."""
+    def is_connected(self) -> bool:
         return self._link.connected
 
     def fds(self) -> Sequence[int]:
-        """File descriptors of the worker, of a release's check, and of transfers beside the link."""
         return [*self._worker.fds(), *self.releases.fds(), *self._transfers.fds()]
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due. Return the time of the next call."""
         if self._link.session != self._session:
-            self._greet(now_s)
+            self._start_session(now_s)
         for message in self._link.receive():
             self._handle_message(message, now_s)
-        for said in self.garbage.due(now_s):
+        for said in self.garbage.due_lines(now_s):
             log.warning("%s", said)
         self._transfers.step(now_s)
-        for _, sha256, error in self._transfers.take_done():
+        for _, sha256, error in self._transfers.take_finished():
             self._handle_fetched(sha256, error, now_s)
         self.duty.step(now_s)
         release_s = self.releases.step(now_s)
         if now_s >= self._tell_s:
-            self._tell(now_s)
+            self._publish_presence_and_profile(now_s)
         self._publish_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
-        return min(due_s, self.duty.due_s(now_s), release_s, self._telemetry_due_s(), self._tell_s)
+        return min(due_s, self.duty.next_step_s(now_s), release_s, self._telemetry_due_s(), self._tell_s)
 
-    def take(self, settings: AgentSettings) -> None:
-        """Go on with other settings: budget (of later tasks), labels, governor and the interval of telemetry.
+    def apply_settings(self, settings: AgentSettings) -> None:
+        """Apply new settings: memory budget of later tasks, labels, governor and telemetry interval.
 
         Raises:
-            JobError: a size or a label that is none.
+            JobError: If a size or a label is invalid.
         """
         self.settings = settings
-        self.have(means_of.of(settings, self._board.memory_bytes))
+        self.apply_capabilities(means_of.capabilities_from_settings(settings, self._board.memory_bytes))
 
-    def have(self, means: events.Means) -> None:
-        """Go on with other means: those of other settings, or of a site whose boards are other ones now."""
-        self.duty.take(means, self.settings.governor.rule())
+    def apply_capabilities(self, means: events.Means) -> None:
+        """Replace the device's capabilities and publish its profile."""
+        self.duty.apply_capabilities(means, self.settings.governor.to_policy())
         self._means = self.duty.state.means
-        self._profile = messages.profile(self.device, self._board, self._means, self._unable)
+        self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
         if self._link.connected:  # else it is told with the next session
-            self.publish("profile", self._profile, retain=True)
+            self.publish_message("profile", self._profile, retain=True)
 
-    def goodbye(self) -> None:
-        """End the task in hand and announce that the device goes; the outbox stays."""
+    def shut_down(self) -> None:
+        """Stop the current task, publish the offline presence and close the link. The outbox stays."""
         self.duty.stop()
         self.releases.stop()
-        self._tell_presence(online=False)
+        self._publish_presence(online=False)
         self._link.close()
 
     # -- messages --
 
-    def _greet(self, now_s: float) -> None:
-        """Publish everything again after a new session: the broker may have lost it."""
+    def _start_session(self, now_s: float) -> None:
         self._session = self._link.session
-        self._link.subscribe(self._topics.for_device(self.device))
-        self._begin_anew(now_s)
+        self._link.subscribe(self._topics.device_filters(self.device))
+        self._republish_state(now_s)
 
-    def _begin_anew(self, now_s: float) -> None:
+    def _republish_state(self, now_s: float) -> None:
+        # The broker may have lost everything published before.
         self._patience_s, self._telemetry_s = RETELL_S, -math.inf
-        self._tell(now_s)
-        self.releases.tell(now_s)
-        self.duty.feed(Connected(), now_s)
+        self._publish_presence_and_profile(now_s)
+        self.releases.republish_progress(now_s)
+        self.duty.handle_event(Connected(), now_s)
 
     def _handle_message(self, message: Message, now_s: float) -> None:
         """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
         try:
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
             if route.leaf == "coord":
                 if message.payload and wire.decode(message.payload, wire.CoordState).online:
-                    self._begin_anew(now_s)
+                    self._republish_state(now_s)
             elif route.direction != "dn" or route.device != self.device:
                 return
             elif route.leaf == "presence":
                 wire.decode(message.payload, wire.CoordState)
-                self._tell_presence(online=True)
+                self._publish_presence(online=True)
             elif route.leaf == "task":
-                self._task(message.payload, now_s)
+                self._handle_task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._apply_ack(Acked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s)
-            elif not self.releases.handle(route.leaf, message.payload, now_s):
-                self._transfers.handle(route, message.payload, now_s)
+            elif not self.releases.handle_message(route.leaf, message.payload, now_s):
+                self._transfers.handle_message(route, message.payload, now_s)
         except WireError as error:
-            if said := self.garbage.take(message.topic, error, message.retained, now_s):
+            if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
+            self.duty.handle_event(Failed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
 
-    def _task(self, payload: bytes, now_s: float) -> None:
+    def _handle_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
-            return self.duty.feed(Cleared(), now_s)
+            return self.duty.handle_event(Cleared(), now_s)
         task = wire.decode(payload, Task)
-        missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has(ref))
-        return self.duty.feed(Arrived(task, missing), now_s)
+        missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has_blob(ref))
+        return self.duty.handle_event(Arrived(task, missing), now_s)
 
     def _apply_ack(self, answer: Acked, reason: str, now_s: float) -> None:
         """Record the coordinator's answer to an update on disk, then drop the update's blobs and act."""
@@ -223,9 +223,9 @@ class Agent:
         if key in state.outbox:
             return  # an old answer, to another update of this round
         try:
-            self.local.settle(key, accepted, state.counted)
+            self.local.record_ack(key, accepted, state.counted)
             self.duty.state = state
-            self._drop_unneeded(offer.update.bundles.values())
+            self._delete_unneeded(offer.update.bundles.values())
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             if accepted:
@@ -233,58 +233,56 @@ class Agent:
             self.duty.state = state  # what is left of a refused update on the disk may be too little to offer it again
         if not accepted:
             log.warning(
-                "the update of %s, round %d, was refused: %s", *key, reason, extra=about(run=key[0], round=key[1])
+                "the update of %s, round %d, was refused: %s", *key, reason, extra=log_ids(run=key[0], round=key[1])
             )
-        self.duty.carry_out(actions, now_s)
+        self.duty.carry_out_actions(actions, now_s)
 
-    def _drop_unneeded(self, refs: Iterable[BlobRef]) -> None:
-        """Drop those of the blobs that nothing on this device needs."""
-        needed = self._needed()
+    def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
+        needed = self._needed_blobs()
         for ref in refs:
             if ref.sha256 not in needed:
-                self.local.depot.drop(ref.sha256)
+                self.local.depot.remove_blob(ref.sha256)
 
-    def _may_give(self, device: str, sha256: str) -> bool:
+    def _may_upload(self, device: str, sha256: str) -> bool:
         offers = self.duty.state.outbox.values()
         return any(ref.sha256 == sha256 for offer in offers for ref in offer.update.bundles.values())
 
     # -- what the duty asks for --
 
-    def say(self, claim: wire.Claim) -> None:
-        """Publish a claim, and log refusals."""
-        ids = about(run=claim.job, round=claim.round)
+    def publish_claim(self, claim: wire.Claim) -> None:
+        ids = log_ids(run=claim.job, round=claim.round)
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason, extra=ids)
         elif not claim.accepted:
-            self.local.depot.doubt()  # as it may be what the disk has made of a blob
+            self.local.depot.forget_verifications()  # as it may be what the disk has made of a blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
-        self.publish("claim", claim)
+        self.publish_message("claim", claim)
         if claim.code == "full":
             self._full_s, self._telemetry_s = None, -math.inf
             self._full_bytes = self.local.free_bytes()
 
-    def drop(self, update: Update) -> None:
-        """Discard an update that the coordinator asks for again from another state."""
+    def discard_update(self, update: Update) -> None:
+        """Delete an update whose round the coordinator requests again from another state."""
         log.warning(
             "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
             update.job,
             update.round,
         )
-        self.local.settle((update.job, update.round), False, self.duty.state.counted)
-        self._drop_unneeded(update.bundles.values())
+        self.local.record_ack((update.job, update.round), False, self.duty.state.counted)
+        self._delete_unneeded(update.bundles.values())
 
-    def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
+        """Request blobs from the coordinator, after deleting unused blobs if space is short."""
         size = sum(ref.size for ref in refs)
-        idle = not (self.duty.works or self.releases.checks)
-        self.local.make_room(size, size_bytes(self.settings.cache), self._needed(), idle=idle)
+        idle = not (self.duty.is_working or self.releases.is_checking)
+        self.local.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), idle=idle)
         self.local.require_room(size)
         for ref in refs:
-            self._transfers.want(self.device, ref)
+            self._transfers.request_blob(self.device, ref)
 
     def _handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
         """Report a fetched blob, or the failure of its transfer, to the releases and the task."""
-        self.releases.fetched(sha256, error, now_s)
+        self.releases.handle_fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
             size = sum(
@@ -295,17 +293,23 @@ class Agent:
             try:
                 self.local.require_room(size)
             except StoreError as full:
-                return self.duty.feed(Failed(failures.code_of_error(full), failures.describe_error(full)), now_s)
-        return self.duty.feed(Fetched(sha256, error), now_s)
+                return self.duty.handle_event(
+                    Failed(failures.claim_code_from_error(full), failures.describe_error(full)), now_s
+                )
+        return self.duty.handle_event(Fetched(sha256, error), now_s)
 
-    def abandon(self, sha256: str) -> None:
-        """Cancel the transfer of a blob and drop it, unless something else needs it."""
-        if sha256 not in self._needed():
+    def cancel_fetch(self, sha256: str) -> None:
+        """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
+        if sha256 not in self._needed_blobs():
             self._transfers.cancel(self.device, sha256)
-            self.local.depot.drop(sha256)
+            self.local.depot.remove_blob(sha256)
 
-    def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
-        """Return the order for the task's process, with paths of its files. Raise StoreError if one is gone."""
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
+        """Return the request for the task's process, with the paths of the task's files.
+
+        Raises:
+            StoreError: If a file is missing.
+        """
         depot, paths = self.local.depot, {}
         compared = (
             self.local.durable and task.engine in READ_BY_TASK
@@ -315,8 +319,8 @@ class Agent:
             if path is None:
                 raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path
-        self.local.used(task.bundles.values())
-        private = self.local.private(task.job, task.counted)
+        self.local.touch_blobs(task.bundles.values())
+        private = self.local.find_private_state(task.job, task.counted)
         return Order(
             task=task,
             device=self.device,
@@ -333,45 +337,41 @@ class Agent:
             checked=compared,
             plugins=self.settings.plugins,
             whole_bytes=self._whole_bytes,
-            tensorrt_bytes=0 if self.settings.tensorrt is None else size_bytes(self.settings.tensorrt),
+            tensorrt_bytes=0 if self.settings.tensorrt is None else parse_size(self.settings.tensorrt),
         )
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """See `duty.Surroundings`."""
+    def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         if update.note:
             log.warning("%s, round %d: %s", update.job, update.round, update.note)
         return self.local.commit_update(update, blobs, private)
 
-    def remember(self, learned: Mapping[str, Learned]) -> None:
-        """See `duty.Surroundings`."""
-        self.local.remember(learned)
+    def store_learned_costs(self, learned: Mapping[str, Learned]) -> None:
+        self.local.store_learned_costs(learned)
 
-    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
-        """See `duty.Surroundings`."""
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None:
         if now_s >= self._progress_s + PROGRESS_S:
             self._progress_s = now_s
-            self.publish("progress", messages.progress(task, fraction), reliable=False)
+            self.publish_message("progress", messages.progress_message(task, fraction), reliable=False)
 
-    def offer(self, update: Update, now_s: float) -> None:
-        """Offer an update; one whose blobs are lost from disk has to be worked for again.
+    def submit_update(self, update: Update, now_s: float) -> None:
+        """Publish an update, or run its task again if blobs of the update are lost.
 
-        A disk that does not say whether they are there is asked again by the next offer.
+        If the disk cannot be read, the next call checks the blobs again.
         """
         try:
             here = all(self.local.depot.is_intact(ref) for ref in update.bundles.values())
         except StoreError as error:
             said = "%s, round %d: the update is offered later: %s"
-            log.warning(said, update.job, update.round, error, extra=about(run=update.job))
+            log.warning(said, update.job, update.round, error, extra=log_ids(run=update.job))
             return
         if not here:
             gone = Acked((update.job, update.round), False, update.epoch, update.attempt)
             return self._apply_ack(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
-            self.publish("update", update)
+            self.publish_message("update", update)
 
-    def _needed(self) -> set[str]:
-        """Hashes (sha256) of the blobs of the task in hand, of the outbox and of releases."""
-        needed = self.releases.needed()
+    def _needed_blobs(self) -> set[str]:
+        needed = self.releases.needed_blobs()
         needed |= {ref.sha256 for offer in self.duty.state.outbox.values() for ref in offer.update.bundles.values()}
         if self.duty.state.open is not None:
             needed |= {ref.sha256 for ref in self.duty.state.open.task.bundles.values()}
@@ -379,14 +379,14 @@ class Agent:
 
     # -- what others may know --
 
-    def _tell(self, now_s: float) -> None:
-        self._tell_presence(online=True)
-        self.publish("profile", self._profile, retain=True)
+    def _publish_presence_and_profile(self, now_s: float) -> None:
+        self._publish_presence(online=True)
+        self.publish_message("profile", self._profile, retain=True)
         self._tell_s, self._patience_s = now_s + self._patience_s, min(self._patience_s * 2, RETELL_MOST_S)
 
-    def _tell_presence(self, online: bool) -> None:
+    def _publish_presence(self, online: bool) -> None:
         self._presence += 1
-        self.publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
+        self.publish_message("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
 
     def _publish_readings(self, now_s: float) -> None:
         """Publish telemetry if due, and the profile if it has changed."""
@@ -394,19 +394,19 @@ class Agent:
             return
         self._telemetry_s = now_s
         self.told = told = messages.telemetry_message(
-            self._board.read(now_s),
+            self._board.read_sensors(now_s),
             self._worker.resident_bytes or None,
             self._clock(),
-            None if self._runner is None else self._runner.look(),
+            None if self._runner is None else self._runner.read_status(),
             self._is_disk_full(now_s),
         )
         means = self.duty.state.means
         if self._board.points != self._profile.points or means != self._means:  # another power mode, or no GPU any more
             self._means = means
-            self._profile = messages.profile(self.device, self._board, self._means, self._unable)
-            self.publish("profile", self._profile, retain=True)
+            self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
+            self.publish_message("profile", self._profile, retain=True)
         if told is not None:
-            self.publish("telemetry", told, reliable=False)
+            self.publish_message("telemetry", told, reliable=False)
 
     def _telemetry_due_s(self) -> float:
         """Return the time of the next telemetry, which is sooner while the disk is full."""
@@ -422,9 +422,9 @@ class Agent:
             return now_s < self._full_s + FULL_MOST_S and self.local.free_bytes() < self._full_bytes + SPARE_BYTES
         return True
 
-    def publish(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
-        """Send the coordinator a message; one that the broker does not take is logged."""
-        topic = self._topics.device(self.device, "up", leaf)
+    def publish_message(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+        """Publish a message to the coordinator. A failure is logged."""
+        topic = self._topics.device_topic(self.device, "up", leaf)
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:

@@ -1,4 +1,4 @@
-"""Credentials that systemd passes to the agent alone: LoadCredential (systemd.exec(5))."""
+"""Credentials that systemd passes to the agent's unit, see LoadCredential in systemd.exec(5)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from fedquilt.edge_agent.settings import AgentSettings
 FILES = ("ca", "cert", "key", "password_file")
 
 
-def taken(settings: AgentSettings, folder: Path | None) -> AgentSettings:
-    """Settings in which each broker file that `folder` has under its name is read from there.
+def apply_systemd_credentials(settings: AgentSettings, folder: Path | None) -> AgentSettings:
+    """Return settings that read each broker file from `folder`, if the folder has a copy.
 
-    So agent.toml names /etc/fedquilt/device.key, which only root reads, and the unit's user reads its copy.
-
-    Raises:
-        JobError: If two different files have the name of one credential.
+    agent.toml can then name a key that only root may read, while the unit's user reads the copy.
     """
     if folder is None:
         return settings

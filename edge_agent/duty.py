@@ -1,7 +1,7 @@
-"""One device at its task: carries out the decisions of `plan`, in any surroundings.
+"""Task execution on one device: carries out the actions of the state machine.
 
-An agent provides a link, a disk and a task process; a simulated fleet virtual time and workers
-that many devices share. Both run this same code: admission, memory, clocks, joules and the outbox are alike.
+Real agents and simulated fleets run the same code. An agent provides a link, a disk and a task process. A simulated
+fleet provides virtual time and workers shared by many devices.
 """
 
 from __future__ import annotations
@@ -28,59 +28,50 @@ log = logging.getLogger("fedquilt.agent")
 
 
 class Surroundings(Protocol):
-    """Services that a device needs for its tasks.
+    """Services of the agent that a task runner needs.
 
     Raises, from every method:
-        StoreError: the device's disk is full or unusable; the task is then refused with this reason.
+        StoreError: If the device's disk is full or unusable. The task is then declined.
     """
 
-    def say(self, claim: Claim) -> None:
-        """Send the coordinator a claim: whether a task is accepted."""
+    def publish_claim(self, claim: Claim) -> None: ...
+
+    def submit_update(self, update: Update, now_s: float) -> None: ...
+
+    def discard_update(self, update: Update) -> None: ...
+
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
+        """Start to fetch blobs. A `Fetched` event follows for each blob."""
         ...
 
-    def offer(self, update: Update, now_s: float) -> None:
-        """Send the coordinator the result of a task."""
+    def cancel_fetch(self, sha256: str) -> None:
+        """Cancel the transfer of a blob and delete the part received."""
         ...
 
-    def drop(self, update: Update) -> None:
-        """Remove the result of a task from the disk, unsent: nobody will ask for it."""
-        ...
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order: ...
 
-    def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Start fetching these blobs; `events.Fetched` follows for each."""
-        ...
+    def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
+        """Store the current task's result durably. Return whether the result has private state.
 
-    def abandon(self, sha256: str) -> None:
-        """Stop fetching a blob, and forget the part received."""
-        ...
-
-    def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
-        """Order for the worker: the task with the paths of its files on this device."""
-        ...
-
-    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Make the result of the order in hand durable; returns whether it leaves private state.
-
-        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256; `private` is the
-        private state that the task has written.
+        Args:
+            update: Manifest of the result.
+            blobs: Bundles in memory by sha256. Other bundles are files in the output folder.
+            private: Private state that the task has written, or None.
         """
         ...
 
-    def remember(self, learned: Mapping[str, Learned]) -> None:
-        """Keep what the board has learned for the time after a restart, by workload."""
-        ...
+    def store_learned_costs(self, learned: Mapping[str, Learned]) -> None: ...
 
-    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
-        """Report that the share `fraction` of the task is done, 0 to 1."""
-        ...
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None: ...
 
 
 class Duty:
-    """A device with its board, its worker and the state of its plan.
+    """Task execution of one device, with its board, worker and state.
 
     Args:
-        state: outbox and counted rounds left by an earlier process, or an empty state.
-        rule: policy for operating points.
+        state: Initial state, with the outbox and counted rounds of an earlier process.
+        rule: Policy for operating points.
+        around: Services of the agent.
     """
 
     def __init__(
@@ -92,96 +83,97 @@ class Duty:
         self._way_s = 0.0  # of the update that the task in hand will make
 
     def step(self, now_s: float) -> None:
-        """Read the sensors if it is time, poll the worker, and do everything due."""
-        self._pacer.sample(now_s)
+        self._pacer.read_due_sensors(now_s)
         for event in self._worker.poll(now_s):
-            self._worked(event, now_s)
-        if now_s >= plan.next_s(self.state):
-            self.feed(Tick(), now_s)
+            self._handle_worker_event(event, now_s)
+        if now_s >= plan.next_due_s(self.state):
+            self.handle_event(Tick(), now_s)
 
-    def due_s(self, now_s: float) -> float:
-        """Time by which `step` has to be called."""
-        return min(plan.next_s(self.state), self._worker.due_s(now_s), self._pacer.due_s())
+    def next_step_s(self, now_s: float) -> float:
+        """Return the time by which `step` must be called."""
+        return min(plan.next_due_s(self.state), self._worker.next_poll_s(now_s), self._pacer.next_sample_s())
 
     def stop(self) -> None:
-        """End the task in hand; the outbox stays."""
+        """Stop the current task. The outbox stays."""
         self._worker.close()
         self._pacer.stop()
 
-    def feed(self, event: events.Event, now_s: float) -> None:
-        """Apply an event, and carry out the actions that follow."""
-        reading = self.spare(now_s) if isinstance(event, Arrived) else Reading()
+    def handle_event(self, event: events.Event, now_s: float) -> None:
+        reading = self.read_sensors(now_s) if isinstance(event, Arrived) else Reading()
         self.state, actions = plan.advance(self.state, event, now_s, reading)
-        self.carry_out(actions, now_s)
+        self.carry_out_actions(actions, now_s)
 
-    def carry_out(self, actions: Sequence[events.Action], now_s: float) -> None:
-        """Carry out the plan's actions. An error of the disk ends them and fails the task."""
+    def carry_out_actions(self, actions: Sequence[events.Action], now_s: float) -> None:
+        """Carry out actions in order. A disk error skips the remaining actions and fails the task."""
         for action in actions:
             try:
                 match action:  # the most frequent first
                     case events.Say(claim):
-                        self._around.say(claim)
+                        self._around.publish_claim(claim)
                     case events.Fetch(refs):
-                        self._around.fetch(refs)
+                        self._around.fetch_blobs(refs)
                     case Begin(task):
-                        self._begin(task, now_s)
+                        self._start_task(task, now_s)
                     case events.Send(update):
-                        self._around.offer(update, now_s)
+                        self._around.submit_update(update, now_s)
                     case events.Learn(learned):
-                        self._around.remember(learned)
+                        self._around.store_learned_costs(learned)
                     case events.Stop():
                         self._worker.kill()
                         self._pacer.stop()
                     case events.Abandon(sha256):
-                        self._around.abandon(sha256)
+                        self._around.cancel_fetch(sha256)
                     case events.Drop(update):
-                        self._around.drop(update)
+                        self._around.discard_update(update)
             except StoreError as error:
-                return self.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
+                return self.handle_event(
+                    Failed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
+                )
 
-    def take(self, means: events.Means, rule: Rule) -> None:
-        """Have other means from the next task on, and choose operating points by another rule at once."""
+    def apply_capabilities(self, means: events.Means, rule: Rule) -> None:
+        """Replace the capabilities for later tasks. The new governor policy applies at once."""
         means = msgspec.structs.replace(means, runs_on=self.state.means.runs_on)
         self.state = msgspec.structs.replace(self.state, means=means)
         self._pacer.rule = rule
 
     @property
-    def works(self) -> bool:
-        """Whether a task runs."""
+    def is_working(self) -> bool:
         return self.state.open is not None and self.state.open.working
 
-    def rest(self, on: bool, now_s: float) -> None:
-        """Begin no task while `on`, and end the process that waits for the next one: its memory is needed."""
-        if on and not self.works:
+    def set_task_pause(self, on: bool, now_s: float) -> None:
+        """Start no task while `on`, and kill the idle worker to free memory."""
+        if on and not self.is_working:
             self._worker.kill()
-        self.feed(Rest(on), now_s)
+        self.handle_event(Rest(on), now_s)
 
-    def spare(self, now_s: float) -> Reading:
-        """Readings of the board's sensors, with the memory of an idle worker counted as available."""
-        reading = self._board.read(now_s)
+    def read_sensors(self, now_s: float) -> Reading:
+        """Return sensor readings in which the memory of an idle worker counts as available."""
+        reading = self._board.read_sensors(now_s)
         if reading.available_bytes is None:
             return reading
         spare = reading.available_bytes + self._worker.resident_bytes
         return msgspec.structs.replace(reading, available_bytes=spare)
 
-    def _begin(self, task: Task, now_s: float) -> None:
-        order = self._around.order(task, self.state.means.budget_bytes, plan.plannable_bytes(self.state, task))
-        self._way_s = plan.way_s(self.state, now_s)
-        self._pacer.begin(now_s)
+    def _start_task(self, task: Task, now_s: float) -> None:
+        order = self._around.build_work_request(
+            task, self.state.means.budget_bytes, plan.plan_limit_bytes(self.state, task)
+        )
+        self._way_s = plan.upload_reserve_s(self.state, now_s)
+        self._pacer.start_task(now_s)
         self._worker.start(order, now_s)
 
-    def _worked(self, event: Event, now_s: float) -> None:
+    def _handle_worker_event(self, event: Event, now_s: float) -> None:
         open = self.state.open
         if open is None or not open.working:
             return
         if isinstance(event, Outcome):
             return self._finish_task(open, event, now_s)
         if isinstance(event, Loaded):
-            known = self.state.learned.get(events.workload(open.task), Learned())
+            known = self.state.learned.get(events.workload_key(open.task), Learned())
             done_by_s = open.due_s - self._way_s
-            return self._pacer.loaded(open.task.work.on(event.examples), done_by_s, known, now_s)
-        self._pacer.progress(event.fraction, now_s)
-        self._around.progressed(open.task, event.fraction, now_s)
+            return self._pacer.start_work(open.task.work.total_for_examples(event.examples), done_by_s, known, now_s)
+        self._pacer.report_progress(event.fraction, now_s)
+        self._around.report_progress(open.task, event.fraction, now_s)
 
     def _finish_task(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
         """Make the result of an ended task durable and enter it into the plan, or enter its failure."""
@@ -193,14 +185,16 @@ class Duty:
             self._pacer.stop()
             if outcome.killed:
                 log.warning("%s, round %d: %s", open.task.job, open.task.round, outcome.reason)
-            return self.feed(Failed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
-        spent = self._pacer.end(open.task.work.on(outcome.examples), outcome.wall_s, now_s)
-        update = messages.update(self.device, open, outcome, spent.cost)
+            return self.handle_event(Failed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
+        spent = self._pacer.end_task(open.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s)
+        update = messages.update_message(self.device, open, outcome, spent.cost)
         try:
             wire.decode(wire.encode(update), Update)
-            private = self._around.keep(update, outcome.blobs, outcome.private)
+            private = self._around.commit_result(update, outcome.blobs, outcome.private)
         except WireError as error:
-            return self.feed(Failed("exception", f"the method's answer cannot be sent: {error}"), now_s)
+            return self.handle_event(Failed("exception", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
-            return self.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
-        return self.feed(Done(update, private, spent.learned, outcome.planned_bytes), now_s)
+            return self.handle_event(
+                Failed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
+            )
+        return self.handle_event(Done(update, private, spent.learned, outcome.planned_bytes), now_s)

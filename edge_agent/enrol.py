@@ -1,10 +1,10 @@
-"""Enrolment of a board: gets its certificate, renews it, and explains failures.
+"""Enrolment of a device: obtains and renews its certificate, and explains failures.
 
-The key is made here and never leaves. `enrol` may run at any time and any number of times: it takes
-the step that is needed (`next_step`), or none. It trusts only the authority's certificate that the board was
-given (`broker.ca`). The endpoint is checked in full, dates too: the authority and
-servers are valid since 1970, so that a clock that says 1970 is no obstacle and nothing is left unchecked.
-Not imported by the agent's daemon: this needs the cryptography library (`fedquilt[identity]`).
+The private key is created on the device and never leaves it. `enrol` may run at any time: `select_step` decides
+whether anything is due. Only the authority's certificate in `broker.ca` is trusted. Certificates of the authority and
+of servers are valid since 1970, so that a device whose clock is not set can still check all dates.
+
+The agent's daemon does not import this module, which needs the cryptography library (`fedquilt[identity]`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ Step = Literal["enrol", "renew", "keep"]
 
 
 class Paths(NamedTuple):
-    """Files of the board: /etc/fedquilt/{ca.crt,device.crt,device.key,token} where flash put them."""
-
     ca: Path
     cert: Path
     key: Path
@@ -54,33 +52,30 @@ class Paths(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Validity of the board's certificate, which fits its key."""
-
     begins: datetime.datetime
     ends: datetime.datetime
 
 
-class Refused(JobError):
-    """The endpoint refused; the message is its reason."""
+class Refused(JobError): ...
 
 
 Post = Callable[[str, Paths, str, Request, bool], Answer]  # url, files, path, request, with our certificate
 
 
-def next_step(held: Held | None, token: bool, now: datetime.datetime) -> Step | None:
-    """Step to take; None: nothing is possible. A token is an operator's wish to enrol (again)."""
+def select_step(held: Held | None, token: bool, now: datetime.datetime) -> Step | None:
+    """Return the enrolment step due, or None if none is possible. A token always means "enrol"."""
     if token:
         return "enrol"
     if held is None or now >= held.ends:
         return None
-    return "renew" if enrolment.due(held.begins, held.ends, now) else "keep"
+    return "renew" if enrolment.is_renewal_due(held.begins, held.ends, now) else "keep"
 
 
-def paths(settings: AgentSettings) -> Paths:
-    """Paths of this board's identity, by its settings.
+def paths_from_settings(settings: AgentSettings) -> Paths:
+    """Return the paths of the device's identity files.
 
     Raises:
-        JobError: they name no files for it.
+        JobError: If the settings name no CA, certificate or key.
     """
     broker, token = settings.broker, settings.enrol.token
     if broker.ca is None or broker.cert is None or broker.key is None:
@@ -90,24 +85,27 @@ def paths(settings: AgentSettings) -> Paths:
 
 
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
-    """Get, renew or keep this board's certificate; returns a sentence on what was done.
+    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome.
 
     Raises:
-        JobError: a setting or file that cannot be used; Refused by the endpoint with nothing valid in hand.
-        LinkError: the endpoint cannot be reached, or is not to be trusted.
-        StoreError: a file cannot be written.
+        JobError: If a setting or file is unusable, or the endpoint refuses and no valid certificate is left.
+        LinkError: If the endpoint is unreachable or untrusted.
+        StoreError: If a file cannot be written.
     """
-    files, post = paths(settings), post or _post
-    token = _token(files.token)
-    key = own_key(files)
-    held = _held(files, settings.device, key)
-    step = next_step(held, token is not None, now)
+    files, post = paths_from_settings(settings), post or _post_request
+    token = _read_token(files.token)
+    key = load_or_create_key(files)
+    held = _read_certificate(files, settings.device, key)
+    step = select_step(held, token is not None, now)
     if step == "keep" and held is not None:
-        return f"{settings.device} is enrolled, until {_day(held.ends)}"
+        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
     if step is None:
         ended, mend = "it has no certificate", ""
         if held is not None:
-            ended = f"its certificate expired on {_day(held.ends)} by this board's clock, which says {_day(now)},"
+            ended = (
+                f"its certificate expired on {_format_time(held.ends)} by this board's clock, which says "
+                f"{_format_time(now)},"
+            )
             mend = "set the clock if it is wrong, else "
         raise JobError(
             f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt enrol token "
@@ -115,7 +113,7 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
         )
     if settings.enrol.url is None:
         raise JobError('no endpoint to enrol with: write url = "https://HOST:8884" under [enrol], or carry a request')
-    request = Request(device=settings.device, csr=signing_request(key, settings.device), token=token)
+    request = Request(device=settings.device, csr=create_signing_request(key, settings.device), token=token)
     path = enrolment.ENROL if step == "enrol" else enrolment.RENEW
     try:
         answer = post(settings.enrol.url, files, path, request, step == "renew")
@@ -123,23 +121,24 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
         if step == "renew" or held is None or now >= held.ends:
             raise
         log.warning("the token in %s was refused (%s); the certificate in hand stays", files.token, error)
-        return f"{settings.device} is enrolled, until {_day(held.ends)}"
+        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
     if answer.certificate is None:
         raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt enrol serve`?")
-    ends = accept(settings, answer.certificate.encode())
-    return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_day(ends)}"
+    ends = install_certificate(settings, answer.certificate.encode())
+    return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
 
 
-def wait(
+def enrol_with_retries(
     settings: AgentSettings,
     clock: Callable[[], datetime.datetime],
     pause: Callable[[float], None],
     post: Post | None = None,
 ) -> str:
-    """Repeat `enrol` until the endpoint is reached. A refusal or a wrong setting ends the repetition.
+    """Call `enrol` until the endpoint is reachable. Return a sentence about the outcome.
 
     Raises:
-        JobError, StoreError: as `enrol`.
+        JobError: If the endpoint refuses, or a setting or file is unusable.
+        StoreError: If a file cannot be read or written.
     """
     patience_s, said = PAUSE_S[0], ""
     while True:
@@ -156,12 +155,12 @@ def wait(
 # -- the board's own files ------------------------------------------------------------------------
 
 
-def own_key(files: Paths) -> ec.EllipticCurvePrivateKey:
-    """The board's key; made if there is none, readable by its owner alone.
+def load_or_create_key(files: Paths) -> ec.EllipticCurvePrivateKey:
+    """Return the device's private key, which is created if missing, readable by its owner only.
 
     Raises:
-        JobError: a key file that holds no key of ours.
-        StoreError: it cannot be read or written.
+        JobError: If the key file has no ECDSA P-256 key in PEM.
+        StoreError: If the key file cannot be read or written.
     """
     with disk.doing(f"look for {files.key}"):  # a key that cannot be seen may still exist
         held = files.key.exists()
@@ -171,7 +170,7 @@ def own_key(files: Paths) -> ec.EllipticCurvePrivateKey:
         pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
         with disk.doing(f"make {files.key.parent}"):
             files.key.parent.mkdir(parents=True, exist_ok=True)
-        enrolment.keep(files.key, pem, 0o600)
+        enrolment.write_file_with_mode(files.key, pem, 0o600)
         return key
     with disk.doing(f"read {files.key}"):
         pem = files.key.read_bytes()
@@ -189,33 +188,34 @@ def own_key(files: Paths) -> ec.EllipticCurvePrivateKey:
     return loaded
 
 
-def signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
-    """PKCS#10 request for the common name `device`, PEM."""
+def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
+    """Return a PKCS#10 request for the common name `device`, in PEM."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device)])
     csr = x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())
     return csr.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def accept(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Keep a certificate, if it is for this board's id and key and from its authority; then the token is deleted.
+def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
+    """Check and store a certificate for this device, and delete the token.
 
-    Returns: end of its validity.
+    Returns:
+        End of the certificate's validity.
 
     Raises:
-        JobError: it belongs to another board.
-        StoreError: it cannot be written.
+        JobError: If the certificate is for another device or key, or from another authority.
+        StoreError: If the certificate cannot be written.
     """
-    files = paths(settings)
-    held = _parse(pem, files, settings.device, own_key(files))
+    files = paths_from_settings(settings)
+    held = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(held, str):
         raise JobError(f"the certificate that came is not to be used: {held}")
-    enrolment.keep(files.cert, pem, 0o644)
+    enrolment.write_file_with_mode(files.cert, pem, 0o644)
     with disk.doing(f"remove {files.token}"):
         files.token.unlink(missing_ok=True)
     return held.ends
 
 
-def _token(path: Path) -> str | None:
+def _read_token(path: Path) -> str | None:
     try:
         text = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -225,23 +225,21 @@ def _token(path: Path) -> str | None:
     return text or None
 
 
-def _held(files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | None:
-    """Certificate on disk; None if there is none that could serve."""
+def _read_certificate(files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | None:
     try:
         pem = files.cert.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StoreError(f"{files.cert} cannot be read ({error.strerror}): check its owner") from None
-    held = _parse(pem, files, device, key)
+    held = _validity_or_reason(pem, files, device, key)
     if isinstance(held, str):
         log.warning("%s is of no use: %s", files.cert, held)
         return None
     return held
 
 
-def _parse(pem: bytes, files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | str:
-    """Validity of a certificate that fits, or a sentence why it does not."""
+def _validity_or_reason(pem: bytes, files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | str:
     with disk.doing(f"read {files.ca}", when_full=""):
         authority = files.ca.read_bytes()
     try:
@@ -261,21 +259,14 @@ def _parse(pem: bytes, files: Paths, device: str, key: ec.EllipticCurvePrivateKe
     return Held(cert.not_valid_before_utc, cert.not_valid_after_utc)
 
 
-def _day(at: datetime.datetime) -> str:
+def _format_time(at: datetime.datetime) -> str:
     return at.strftime("%Y-%m-%d %H:%M UTC")
 
 
 # -- the endpoint ---------------------------------------------------------------------------------
 
 
-def _post(url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
-    """Send one request over HTTPS, to a host that proves by `files.ca` to be `url`'s.
-
-    Raises:
-        Refused: the endpoint refused.
-        LinkError: no answer, or an untrusted one.
-        JobError: a URL, CA file, certificate or key that cannot be used.
-    """
+def _post_request(url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
     host, port = _endpoint_address(url)
     try:
         context = ssl.create_default_context(cafile=str(files.ca))
@@ -283,18 +274,20 @@ def _post(url: str, files: Paths, path: str, request: Request, certified: bool) 
         if certified:
             context.load_cert_chain(files.cert, files.key)
     except (ValueError, OSError) as error:
-        raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {mqtt_errors.why(error)}") from None
+        raise JobError(
+            f"[enrol] url = {url!r} or {files.ca} cannot be used: {mqtt_errors.describe_exception(error)}"
+        ) from None
     connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=context)
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
         response = connection.getresponse()
         status, body = response.status, response.read(enrolment.MAX_BODY + 1)
     except (OSError, http.client.HTTPException) as error:
-        raise LinkError(_unreached(url, files, error)) from None
+        raise LinkError(_describe_connection_error(url, files, error)) from None
     finally:
         connection.close()
     try:
-        answer = enrolment.decode(body, Answer)
+        answer = enrolment.decode_message(body, Answer)
     except FedquiltError as error:
         raise LinkError(f"{url} is no enrolment endpoint ({status}: {error}): check [enrol] url") from None
     if 400 <= status < 500:
@@ -314,13 +307,13 @@ def _endpoint_address(url: str) -> tuple[str, int]:
     raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
 
 
-def _unreached(url: str, files: Paths, error: Exception) -> str:
+def _describe_connection_error(url: str, files: Paths, error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in (_NOT_YET, _EXPIRED):
             now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             return f"the certificate of {url} is out of date by this board's clock, which says {now}: set the clock"
         return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
-    said = mqtt_errors.why(error)
+    said = mqtt_errors.describe_exception(error)
     if "alert" in said and "expired" in said:
         return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
     return (

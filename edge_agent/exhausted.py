@@ -1,4 +1,4 @@
-"""Errors of libraries that ran out of memory, or whose GPU is gone: known by their types, numbers and texts."""
+"""Detection of out-of-memory and GPU failures in errors of libraries, by type, number and text."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ GPU_FAILED: Final = ("cuda error", "cuda failure", "cudnn error", "cudnn_status"
 """Messages of libraries whose GPU does not answer or has refused a kernel, in small letters."""
 
 
-def tells_of_memory(text: str) -> bool:
-    """Whether an error's text, or the last words of a process, mean that memory ran out."""
+def is_out_of_memory_text(text: str) -> bool:
     text = text.lower()
     return any(sign in text for sign in OUT_OF_MEMORY)
 
 
-def tells_of_gpu(text: str) -> bool:
-    """Whether an error's text means that the GPU failed, after which its process can use it no more."""
+def is_gpu_failure_text(text: str) -> bool:
+    """Return whether an error text means a GPU failure. The process can no longer use the GPU."""
     text = text.lower()
     return any(sign in text for sign in GPU_FAILED)
 
 
-def is_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out: by its type or number, else by its text."""
+def is_out_of_memory_error(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return tells_of_memory(str(error))
+    return is_out_of_memory_text(str(error))

@@ -1,4 +1,4 @@
-"""Metrics of one agent, for who scrapes boards themselves: agent.toml's [metrics] listen."""
+"""Metrics of one agent for Prometheus, served if agent.toml sets [metrics] listen."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SENSORS = {
 }
 
 
-def families(agent: Agent) -> Iterator[Family]:
-    """All metrics of this moment; sensors as they were told last. Another thread may ask."""
+def collect_metrics(agent: Agent) -> Iterator[Family]:
+    """Yield the agent's current metrics and latest sensor readings. Safe from other threads."""
     state, told = agent.duty.state, agent.told
     values: list[tuple[str, str, float | None]] = [
-        ("connected", "Whether the broker is reached.", float(agent.connected)),
+        ("connected", "Whether the broker is reached.", float(agent.is_connected)),
         ("working", "Whether it has a task.", float(state.open is not None)),
         ("outbox", "Updates that wait for the coordinator's answer.", float(len(state.outbox))),
         ("budget_bytes", "Memory that a task may take.", float(state.means.budget_bytes)),

@@ -1,4 +1,4 @@
-"""What a device has for its tasks, by its settings and by what is installed."""
+"""Capabilities of a device, from its settings and the installed packages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import confine
 
 
-def of(settings: AgentSettings, memory_bytes: int) -> Means:
-    """Capabilities, labels and carriers of a board with so much memory.
+def capabilities_from_settings(settings: AgentSettings, memory_bytes: int) -> Means:
+    """Return the capabilities, labels and transfer backends of a device with this much memory.
 
     Raises:
-        JobError: a size or a label in the settings that is none.
+        JobError: If a size or a label in the settings is invalid.
     """
-    installed = _installed(settings.budget_bytes(memory_bytes), settings.plugins)
-    return replace(installed, labels=labels.parse(settings.labels), carriers=settings.carriers)
+    installed = _installed_capabilities(settings.task_budget_bytes(memory_bytes), settings.plugins)
+    return replace(installed, labels=labels.parse_labels(settings.labels), carriers=settings.carriers)
 
 
 @cache  # looked up on disk, and constant while a process runs
-def _installed(budget_bytes: int, allowed: tuple[str, ...] | None) -> Means:
-    """Engines and methods on this machine, as far as agent.toml allows those of other packages."""
-    with plugins.restricted(allowed):
-        known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
-        found = plugins.modules()
-    return Means(budget_bytes, engines.available(), known, plugins=found, confined=confine.possible())
+def _installed_capabilities(budget_bytes: int, allowed: tuple[str, ...] | None) -> Means:
+    with plugins.restrict_plugins_within(allowed):
+        known = (*methods.builtin_names(), *methods.plugin_names(), *(name for name in allowed or () if ":" in name))
+        found = plugins.plugin_fingerprints()
+    return Means(
+        budget_bytes, engines.available_engines(), known, plugins=found, confined=confine.available_restrictions()
+    )

@@ -1,4 +1,4 @@
-"""Messages of an agent on its device and task, built from known values; the only I/O is reading package versions."""
+"""Messages of an agent about its device and task, built without I/O except package versions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
 
 
-def profile(device: str, board: Device, means: Means, unable: str = "") -> Profile:
-    """Profile message of a device, from its board; `unable`: why its agent can never be upgraded, if that is so."""
+def profile_message(device: str, board: Device, means: Means, unable: str = "") -> Profile:
+    """Return a device's profile. `unable` is the reason why the agent cannot be upgraded, or ""."""
     return Profile(
         device=device,
         board=board.board[:200],
@@ -28,8 +28,8 @@ def profile(device: str, board: Device, means: Means, unable: str = "") -> Profi
         budget_bytes=means.budget_bytes,
         engines=means.engines,
         versions={
-            **_versions(means.engines),
-            **_confined(means),
+            **_package_versions(means.engines),
+            **_describe_sandbox(means),
             **{f"{engine} runs on": where for engine, where in sorted(means.runs_on.items())},
             **({UPGRADES: unable} if unable else {}),
             **means.plugins,
@@ -44,8 +44,7 @@ def profile(device: str, board: Device, means: Means, unable: str = "") -> Profi
     )
 
 
-def _confined(means: Means) -> dict[str, str]:
-    """What a task's process gives up here, so that an operator sees where it gives up nothing."""
+def _describe_sandbox(means: Means) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
@@ -56,7 +55,7 @@ def telemetry_message(
     served: Served | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
-    """Return the telemetry of a reading, the task's process, the clock and the runner, or None if empty."""
+    """Return telemetry from a reading, the task's process, clock and runner, or None if empty."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -75,13 +74,11 @@ def telemetry_message(
     return None if told == Telemetry() else told
 
 
-def progress(task: Task, fraction: float) -> Progress:
-    """Progress message of a task, `fraction` from 0 to 1."""
+def progress_message(task: Task, fraction: float) -> Progress:
     return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
 
 
-def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
-    """Update message: the manifest of a task's result, and its cost on this board."""
+def update_message(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
     task = open.task
     moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
     usage = Usage(
@@ -109,7 +106,7 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         evaluation=outcome.evaluation,
         usage=usage,
         bases={name: task.bundles[name].sha256 for name in sorted(moved)},
-        layouts=_layouts(outcome),
+        layouts=_layouts_within_limit(outcome),
         state=task.state,
         epoch=task.epoch,
         note=outcome.note,
@@ -117,8 +114,8 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
     )
 
 
-def _layouts(outcome: Outcome) -> dict[str, dict[str, str]]:
-    """Types and shapes of what is sent; none of a network whose list alone would be more than a message takes."""
+def _layouts_within_limit(outcome: Outcome) -> dict[str, dict[str, str]]:
+    # The layouts of a large network alone would exceed the size limit of a message.
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
     size += sum(len(name) + len(said) + 6 for each in outcome.layouts.values() for name, said in each.items())
@@ -126,7 +123,7 @@ def _layouts(outcome: Outcome) -> dict[str, dict[str, str]]:
 
 
 @lru_cache(maxsize=1)  # reads files that do not change while a process runs
-def _versions(available: tuple[str, ...]) -> dict[str, str]:
+def _package_versions(available: tuple[str, ...]) -> dict[str, str]:
     found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
     for engine in available:
         library, _ = engines.NEEDS.get(engine, ("", ""))

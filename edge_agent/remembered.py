@@ -1,11 +1,11 @@
-"""What a device remembers of jobs: the last round that was counted of each, and the private state that it left.
+"""Records of a device's jobs: last counted rounds and private states.
 
-    <home>/counted.json                    both, with a checksum
-    <home>/private/<job>@<round>.<sha256>  private state, as the last two rounds that left any have left it
+    <home>/counted.json                    records of all jobs, with a checksum
+    <home>/private/<job>@<round>.<sha256>  private states of the last two rounds that left any
 
-A task says which round of this device the coordinator has counted last; it is worked for from the private state that
-this round has left. The one before is kept too: if the coordinator has lost the last update, or was restored from a
-copy that is one round older, the work is the same.
+A task names the last round of this device that the coordinator has counted. The task starts from the private state of
+that round. The state before is kept too: a coordinator that lost the last update, or was restored from a copy one round
+older, gets the same result.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ _PRIVATE: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """Last round of a job that the coordinator has counted of this device."""
-
     round: int
     epoch: int = 0  # start of the coordinator that said so
 
 
 class Private(NamedTuple):
-    """Private state to work from; without a file, why there is none."""
+    """Private state of a device for one job, or the reason why the state is missing."""
 
     path: str | None = None
     sha256: str = ""
@@ -47,8 +45,6 @@ class Private(NamedTuple):
 
 
 class Entry(Wired, frozen=True):
-    """What is remembered of a job."""
-
     round: Count  # the last one that was counted
     epoch: Count  # start of the coordinator that said so
     private: AnyDigest = ""  # private state after that round; "": it has none
@@ -56,51 +52,50 @@ class Entry(Wired, frozen=True):
 
 
 class Ledger(Wired, frozen=True):
-    """Content of counted.json: what is remembered of each job."""
-
     jobs: dict[Name, Entry]
 
 
 class Kept(NamedTuple):
-    """A private state in its place."""
-
     job: str
     round: int  # that left it
     sha256: str
 
     @property
-    def name(self) -> str:
-        """Name of its file."""
+    def file_name(self) -> str:
         return f"{self.job}@{self.round}.{self.sha256}"
 
 
 class Remembered:
-    """Jobs of one device.
+    """Counted rounds and private states of a device's jobs.
 
     Args:
-        home: the agent's.
-        disk: where it is.
-        durable: wait for the disk.
+        home: Home folder of the agent.
+        disk: Disk of the home folder.
+        durable: Whether to wait until writes are on the disk.
 
     Raises, from every method:
-        OSError: the home cannot be read or written.
+        OSError: If the home cannot be read or written.
     """
 
     def __init__(self, home: Path, disk: Disk, *, durable: bool) -> None:
         self._file, self._folder, self._disk, self._durable = home / "counted.json", home / "private", disk, durable
         self._jobs: dict[str, Entry] = {}
 
-    def recover(self) -> dict[str, Counted]:
-        """Read what an earlier process has written."""
-        self._jobs = self._read()
+    def load_counted(self) -> dict[str, Counted]:
+        """Load the records of an earlier process. Return the last counted round of each job."""
+        self._jobs = self._read_records()
         return {job: Counted(entry.round, entry.epoch) for job, entry in self._jobs.items()}
 
-    def private(self, job: str, counted: int | None) -> Private:
-        """The private state of a job to work from.
+    def find_private_state(self, job: str, counted: int | None) -> Private:
+        """Return the private state from which a task of a job starts.
 
         Args:
-            job: id.
-            counted: last round of this device that the coordinator has counted; None: none.
+            job: Id of the job.
+            counted: Last round of this device that the coordinator has counted, or None.
+
+        Returns:
+            The state. If a state existed and is unusable, `lost` holds the reason. If nothing is known about a counted
+            round, `forgotten` does.
         """
         entry = self._jobs.get(job)
         if entry is None:
@@ -109,47 +104,47 @@ class Remembered:
             return Private(forgotten=f"this device knows nothing of round {counted} of {job}, which has been counted")
         if not entry.private:
             return Private()
-        kept = {each.round: each for each in self._kept() if each.job == job}
+        kept = {each.round: each for each in self._stored_states() if each.job == job}
         rounds = [round for round in kept if counted is not None and round <= counted <= entry.round]
         wanted = entry.left if counted == entry.round else max(rounds, default=-1)
         if wanted in kept:
-            return Private(str(self._folder / kept[wanted].name), kept[wanted].sha256)
+            return Private(str(self._folder / kept[wanted].file_name), kept[wanted].sha256)
         after = "before its first round" if counted is None else f"after round {counted}"
         return Private(lost=f"the private state of {job} {after} is not here, only that of round {entry.left}")
 
-    def latest(self, job: str) -> Private:
-        """The private state of a job after the last round of it that was counted here; without a file: there is none.
+    def latest_private_state(self, job: str) -> Private:
+        """Return the private state after the last counted round, without a path if there is none.
 
         Args:
             job: id.
         """
         entry = self._jobs.get(job)
-        return Private() if entry is None else self.private(job, entry.round)
+        return Private() if entry is None else self.find_private_state(job, entry.round)
 
-    def count(
+    def record_counted(
         self, key: Key, made: tuple[str, str] | None, counted: Mapping[str, Counted], waiting: Collection[str]
     ) -> None:
-        """Remember that a round was counted, and the private state that it left.
+        """Record that a round was counted, and store the private state of that round.
 
-        The state is moved before anything says that it is there. After a crash in between, the answer comes again.
+        The state is moved before the record is written. After a crash in between, the coordinator's answer arrives
+        again.
 
         Args:
-            key: job and round.
-            made: the private state's file, and its sha256; None: the round has left none, or it was moved already.
-            counted: of all jobs; others are forgotten, and their private states deleted.
-            waiting: jobs with updates in the outbox, which are not forgotten: where the disk failed in the middle of an
-                answer, it comes again.
+            key: Job and round.
+            made: File and sha256 of the private state, or None if the round left none or the state was moved already.
+            counted: Last counted round of each job. Records and private states of other jobs are deleted.
+            waiting: Jobs with updates in the outbox. Their records stay, because an interrupted answer arrives again.
         """
         job, round = key
         entry = self._jobs.get(job, Entry(round=0, epoch=0))
         sha256, left = entry.private, entry.left
         if made is not None:
-            for each in self._kept():
+            for each in self._stored_states():
                 if (each.job, each.round) == key:  # of a coordinator that has been replaced by an older copy of itself
-                    self._disk.unlink(f"{self._folder}/{each.name}")
-            self._disk.replace(made[0], f"{self._folder}/{Kept(job, round, made[1]).name}")
-            self._sync()
-        for each in self._kept():
+                    self._disk.unlink(f"{self._folder}/{each.file_name}")
+            self._disk.replace(made[0], f"{self._folder}/{Kept(job, round, made[1]).file_name}")
+            self._sync_folder()
+        for each in self._stored_states():
             if (each.job, each.round) == key:
                 sha256, left = each.sha256, round
         others = {name: Entry(round=last.round, epoch=last.epoch) for name, last in counted.items()}
@@ -157,21 +152,21 @@ class Remembered:
         jobs = {name: this if name == job else self._jobs.get(name, other) for name, other in others.items()}
         half = {name: entry for name, entry in self._jobs.items() if name in waiting and name not in jobs}
         self._jobs = {**half, **jobs}
-        self._disk.put(self._file, wire.encode(Ledger(jobs=self._jobs)), durable=self._durable)
-        self._clear(job, left, waiting)
+        self._disk.write_atomically(self._file, wire.encode(Ledger(jobs=self._jobs)), durable=self._durable)
+        self._delete_unused_states(job, left, waiting)
 
-    def moved(self, key: Key) -> bool:
-        """Whether the private state that a round has left is in its place, be the round counted or not."""
-        return any((each.job, each.round) == key for each in self._kept())
+    def has_private_state(self, key: Key) -> bool:
+        """Return whether the private state left by a round is stored, even if the round is not counted."""
+        return any((each.job, each.round) == key for each in self._stored_states())
 
-    def note(self, key: Key) -> None:
-        """Remember in this process alone that a round was counted which has left no private state."""
+    def record_counted_in_memory(self, key: Key) -> None:
+        """Record a counted round without private state, in this process only."""
         if (entry := self._jobs.get(key[0])) is not None:
             self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
 
     # -- within --
 
-    def _read(self) -> dict[str, Entry]:
+    def _read_records(self) -> dict[str, Entry]:
         try:
             payload = self._disk.read(self._file)
         except FileNotFoundError:
@@ -181,42 +176,39 @@ class Remembered:
         except WireError as error:
             damage = error
         try:
-            return self._taken_over(msgspec.json.decode(payload, type=dict[Name, Count]))
+            return self._migrate_records(msgspec.json.decode(payload, type=dict[Name, Count]))
         except UNDECODABLE:
             log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, damage)
-            return self._by_names()
+            return self._records_from_file_names()
 
-    def _taken_over(self, counted: dict[str, int]) -> dict[str, Entry]:
-        """Entries of a home of an earlier version, whose private states have other names and no checksums."""
+    def _migrate_records(self, counted: dict[str, int]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
         for job, round in counted.items():
             old, entry = self._folder / f"{job}.safetensors", Entry(round=round, epoch=0)
             if self._disk.is_file(old):
-                sha256 = self._disk.digest(old)
-                self._disk.replace(old, self._folder / Kept(job, round, sha256).name)
-            kept = [each for each in self._kept() if (each.job, each.round) == (job, round)]
+                sha256 = self._disk.hash_file(old)
+                self._disk.replace(old, self._folder / Kept(job, round, sha256).file_name)
+            kept = [each for each in self._stored_states() if (each.job, each.round) == (job, round)]
             found[job] = Entry(round=round, epoch=0, private=kept[0].sha256, left=round) if kept else entry
         return found
 
-    def _by_names(self) -> dict[str, Entry]:
-        """Entries as far as the names of private states say them."""
-        last = {each.job: each for each in sorted(self._kept())}
+    def _records_from_file_names(self) -> dict[str, Entry]:
+        last = {each.job: each for each in sorted(self._stored_states())}
         return {job: Entry(round=k.round, epoch=0, private=k.sha256, left=k.round) for job, k in last.items()}
 
-    def _kept(self) -> list[Kept]:
+    def _stored_states(self) -> list[Kept]:
         if not self._disk.is_dir(self._folder):
             return []
         named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
         return [Kept(each[1], int(each[2]), each[3]) for each in named if each is not None]
 
-    def _clear(self, job: str, left: int, waiting: Collection[str]) -> None:
-        """Delete private states that are of no use: of other jobs, and of rounds long before or after `left`."""
-        kept = self._kept()
+    def _delete_unused_states(self, job: str, left: int, waiting: Collection[str]) -> None:
+        kept = self._stored_states()
         rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
         for each in kept:
             if each.job not in {*self._jobs, *waiting} or (each.job == job and each.round not in rounds):
-                self._disk.unlink(f"{self._folder}/{each.name}")
+                self._disk.unlink(f"{self._folder}/{each.file_name}")
 
-    def _sync(self) -> None:
+    def _sync_folder(self) -> None:
         if self._durable:
             self._disk.sync(self._folder)

@@ -1,4 +1,4 @@
-"""What the board's model runner (`fedquilt serve-model`) says of its answers: HOME/models/served.json."""
+"""Status file of the device's model runner (`fedquilt serve-model`): HOME/models/served.json."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Served(Told, frozen=True):
-    """Content of served.json. Counts are of the runner's process."""
-
     at: float = 0.0  # seconds since 1970
     model: AnyDigest = ""  # that it runs
     served: Count = 0
@@ -36,12 +34,14 @@ class Served(Told, frozen=True):
 
 
 class Runner:
-    """The runner, as its file tells: a runner is there while its file changes, whatever the board's clock says.
+    """Reader of the model runner's status file.
+
+    A runner counts as active while its file changes, independent of the board's clock.
 
     Args:
-        folder: of the models.
-        disk: where that is.
-        clock: seconds that pass.
+        folder: Folder of the deployed models.
+        disk: Disk of the folder.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, folder: Path, disk: Disk = REAL, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,33 +50,32 @@ class Runner:
         self._payload: bytes | None = None
         self._changed_s = -math.inf  # when the file was last seen to have changed
 
-    def look(self) -> Served | None:
-        """What the runner says now; None: no runner is there. A file of another form says nothing."""
+    def read_status(self) -> Served | None:
+        """Return the runner's status, or None if no runner is active. Malformed content is ignored."""
         try:
             found = self._disk.stat(self._file)
             payload = None if found is None else self._disk.read(self._file, 0, SIZE_MOST)
         except OSError:
             payload = None
         if payload is not None and payload != self._payload:
-            if self._payload is not None or self._young(payload):
+            if self._payload is not None or self._is_recent(payload):
                 self._changed_s = self._clock()
             self._payload = payload
-            self._last = _decoded(payload) or self._last
+            self._last = _decode_status(payload) or self._last
         return self._last if self._clock() <= self._changed_s + FRESH_S else None
 
     @property
-    def quiet_s(self) -> float:
-        """Seconds for which the runner has written nothing, as of the latest look."""
+    def unchanged_s(self) -> float:
+        """Seconds since a call of `read_status` found the file changed."""
         return self._clock() - self._changed_s
 
     @staticmethod
-    def _young(payload: bytes) -> bool:
-        """Whether a file that is seen for the first time was written just now, by the board's clock."""
-        found = _decoded(payload)
+    def _is_recent(payload: bytes) -> bool:
+        found = _decode_status(payload)
         return found is not None and abs(time.time() - found.at) <= FRESH_S
 
 
-def _decoded(payload: bytes) -> Served | None:
+def _decode_status(payload: bytes) -> Served | None:
     try:
         return msgspec.json.decode(payload, type=Served)
     except UNDECODABLE:

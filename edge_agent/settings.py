@@ -36,8 +36,6 @@ UNITS = {
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address of the broker, and the files for this device's identity. See `fedquilt.transport.broker.Broker`."""
-
     url: str = "mqtt://127.0.0.1:1883"
     ca: str | None = None
     cert: str | None = None
@@ -49,8 +47,6 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Choice of the device's clocks. See `fedquilt.edge_agent.power.governor`."""
-
     policy: Policy = "energy"
     margin: Annotated[float, Meta(ge=0, le=10)] = (
         0.05  # share of the predicted time kept as reserve before the deadline
@@ -58,40 +54,31 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
     max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
 
-    def rule(self) -> Rule:
-        """The table as a rule of the governor."""
+    def to_policy(self) -> Rule:
         return Rule(self.policy, self.margin, self.max_w, self.max_c)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Source of this board's certificate. See `fedquilt.edge_agent.enrol`."""
-
     url: str | None = None  # of `fedquilt enrol serve`
     token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where this board's own metrics are served. See `fedquilt.open_metrics`."""
-
     listen: str | None = None  # HOST:PORT; None: nowhere
 
 
 class ReleaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a release of a model, the agent or its settings has to wait. See `fedquilt.edge_agent.releases`."""
-
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.2  # charge below which none is begun, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0, le=150)] | None = 85.0  # likewise above; None: no limit
 
 
 class UpgradeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which versions of the agent may come over the air. See `fedquilt.edge_agent.upgrade.build`."""
-
     unsigned: bool = False  # take bundles that no authority has signed
     online_s: Annotated[float, Meta(ge=10, le=86400)] = 300.0  # for a new version to reach the broker
 
 
 class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far `fedquilt settings` may go. None: as far as this file. See `fedquilt.edge_agent.upgrade.central`."""
+    """Limits on remote settings. None means the value in agent.toml."""
 
     budget: str | None = None
     max_w: Annotated[float, Meta(gt=0)] | None = None
@@ -99,8 +86,6 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where models that are deployed to this board lie, and what is done after an exchange."""
-
     folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
     hook: tuple[str, ...] = ()  # command that is run after each exchange: a failure undoes it
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
@@ -109,8 +94,6 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one agent: agent.toml."""
-
     device: Name
     home: str  # folder for all files of the agent
     fleet: Name = "fleet"
@@ -139,16 +122,18 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: ModelSettings = ModelSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
-    def budget_bytes(self, memory_bytes: int) -> int:
-        """Most that a task's process may hold on a board with `memory_bytes`."""
-        return memory_bytes // 2 if self.budget is None else size_bytes(self.budget)
+    def task_budget_bytes(self, memory_bytes: int) -> int:
+        """Return the most resident memory of a task's process in bytes, by default half of the memory."""
+        return memory_bytes // 2 if self.budget is None else parse_size(self.budget)
 
 
-def size_bytes(text: str) -> int:
-    """Bytes of a size: "512MB" -> 512000000; kB to TB are powers of 1000, KiB to TiB of 1024.
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as "512MB" or "1.5GiB".
+
+    kB to TB are powers of 1000, and KiB to TiB powers of 1024.
 
     Raises:
-        JobError: not a size, or without its unit.
+        JobError: If the text is no size or has no unit.
     """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper().removesuffix("B") + "B" if found else ""
@@ -162,35 +147,35 @@ def size_bytes(text: str) -> int:
     return number * size // 10 ** len(part)
 
 
-def load(path: Path) -> AgentSettings:
-    """Read the settings from an agent.toml. Relative paths in it start at the file's folder.
+def load_settings(path: Path) -> AgentSettings:
+    """Return the settings in an agent.toml. Relative paths start at the folder of the file.
 
     Raises:
-        JobError: unreadable, not TOML, an unknown key, or a value of the wrong type or out of range.
+        JobError: If the file is unreadable or not TOML, or a key or value is invalid.
     """
-    table = config.read(path)
+    table = config.read_toml(path)
     try:
         if "method" in table and "device" not in table:
             raise JobError("this is a job, and a board's settings (agent.toml) are wanted; `fedquilt run` takes a job")
-        return parse(_anchored(table, path.parent))
+        return parse_settings(_resolve_all_paths(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-def parse(table: Mapping[str, Any]) -> AgentSettings:
-    """Read the settings from a table.
+def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
+    """Return the settings in a table.
 
     Raises:
-        JobError: names the wrong key, what is expected there, and the keys there are.
+        JobError: If a key is unknown or a value is invalid. The text names the key and the expected type.
     """
-    settings = config.convert(table, AgentSettings, "an agent's settings")
+    settings = config.convert_table(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
     if settings.metrics.listen is not None:
-        with config.naming("[metrics] listen"):
-            open_metrics.address(settings.metrics.listen)
-    with config.naming("labels"):
-        labels.parse(settings.labels)
+        with config.prefix_errors("[metrics] listen"):
+            open_metrics.parse_address(settings.metrics.listen)
+    with config.prefix_errors("labels"):
+        labels.parse_labels(settings.labels)
     for key, size in (
         ("budget", settings.budget),
         ("cache", settings.cache),
@@ -199,18 +184,17 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     ):
         if size is not None:
             try:
-                if size_bytes(size) == 0 and key != "cache":
+                if parse_size(size) == 0 and key != "cache":
                     raise JobError(f"{size!r} leaves a task no memory: write more")
             except JobError as error:
                 raise JobError(f"{key}: {error}") from None
     return settings
 
 
-def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with its paths made absolute."""
+def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
-    named = isinstance(profile, str) and profiles.is_name(profile) and not (folder / profile).exists()
-    result = _anchor(table, ("home", *(() if named else ("profile",))), folder)
+    named = isinstance(profile, str) and profiles.is_board_name(profile) and not (folder / profile).exists()
+    result = _resolve_paths(table, ("home", *(() if named else ("profile",))), folder)
     for key, paths in (
         ("broker", ("ca", "cert", "key", "password_file")),
         ("enrol", ("token",)),
@@ -218,14 +202,14 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         ("models", ("folder",)),
     ):
         if isinstance(result.get(key), dict):
-            result[key] = _anchor(result[key], paths, folder)
+            result[key] = _resolve_paths(result[key], paths, folder)
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):
-        anchored = [_anchor(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
+        anchored = [_resolve_paths(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
         result["data"] = {**result["data"], "sources": anchored}
     if isinstance(result.get("data"), dict) and isinstance(text := result["data"].get("text"), dict):
-        result["data"] = {**result["data"], "text": _anchor(text, ("vocabulary",), folder)}
+        result["data"] = {**result["data"], "text": _resolve_paths(text, ("vocabulary",), folder)}
     return result
 
 
-def _anchor(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    return {k: config.absolute(v, folder) if k in keys and isinstance(v, str) else v for k, v in table.items()}
+def _resolve_paths(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    return {k: config.absolute_path(v, folder) if k in keys and isinstance(v, str) else v for k, v in table.items()}

@@ -1,31 +1,28 @@
-"""Persistent state of a device: unacknowledged results, private state, and blobs. All survive kill -9.
+"""Persistent state of a device: unacknowledged updates, private state and blobs.
 
-    <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
+    <home>/blobs/                     all blobs, by content (`fedquilt.blobs.store`)
     <home>/task/out/                  output of the current task
-    <home>/task/cache/<job>@<boot>/   files of a job's tasks for later ones; may vanish at any time between tasks
-    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries;
-                                      `make_room` drops them and other jobs' caches as it drops blobs
-    <home>/scratch/                   outbox entry in the making; removed at every start
-    <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
-    <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
-    <home>/counted.json               job -> last round that was counted, and the private state it left
-    <home>/releases/                  what is to be exchanged, and how far that is (`fedquilt.edge_agent.releases`)
-    <home>/learned.json               speed and power of each engine and workload, as tasks have shown them
+    <home>/task/cache/<job>@<boot>/   files that tasks of a job leave for later tasks
+    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries
+    <home>/scratch/                   incomplete outbox entry, removed at every start
+    <home>/outbox/<job>@<round>/      update.json, and the private state that the round leaves: <sha256>.private
+    <home>/private/                   private states of jobs, never sent
+    <home>/counted.json               last counted round and private state of each job
+    <home>/releases/                  releases and their progress (`fedquilt.edge_agent.releases`)
+    <home>/learned.json               measured speed and power of each engine and workload
 
-A confined task may write the folders in task/ and no others (`fedquilt.edge_agent.task.confine`). The agent follows no
-link there, and copies a result from there before it compares the result with its hash: the task's process, or one that
-it has started, may still have the file open.
+`make_room` deletes unused blobs and caches. A sandboxed task can write only the folders in task/. The agent follows no
+link there. The agent copies a result out of that folder before it checks the hash, because a process of the task may
+still have the file open.
 
-A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
-update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
-Before that rename the task is worked for again, from the same private state and hence with the same
-result; after it, the update is there to be delivered. The private state moves to its place when the
-coordinator has counted the contribution, and is deleted when that is refused: a device never
-builds on work that the federation did not take.
+A result becomes durable in one step. The blobs are stored by content, where nothing refers to them yet. update.json and
+the private state are completed in scratch/, and the folder is then renamed into outbox/. After a crash before this
+rename the task runs again from the same private state, with the same result. After the rename, the update is
+submitted. Its private state is moved to private/ when the coordinator counts the update, and deleted when the update is
+rejected.
 
-Everything has a checksum, and is compared with it when it is read. Private state that is damaged, or not of the round
-that the coordinator has counted last, is never used: the task is told why, and begins anew or is declined, as its
-method allows.
+Every file has a checksum, which is verified on each read. Damaged private state, or private state of a round other than
+the last counted one, is never used: the task is told the reason, and starts without state or is declined.
 """
 
 from __future__ import annotations
@@ -57,23 +54,21 @@ SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
 class Lessons(Wired, frozen=True):
-    """Content of learned.json: what earlier tasks of each workload have taught about speed and power."""
-
     workloads: dict[Label, Learned]
 
 
 class Local:
-    """Folder of one device.
+    """Home folder of one device.
 
     Args:
-        durable: wait for the disk at each step, as `blobs.store.Depot`. If not, a result without private state is
-            kept in memory: lost with the process, it is worked for again with the same outcome. Folders are then
-            made on first use.
-        shared: store of small blobs that other devices of this process have as well; not with `durable`.
-        disk: where the folder is.
+        durable: Whether to sync each step to the disk. If not, results without private state stay in memory. They are
+            lost with the process, and their tasks run again with the same result. Folders are then created on first
+            use.
+        shared: Store of small blobs shared with other devices of this process, not with `durable`.
+        disk: Disk of the folder.
 
     Raises, from every method:
-        StoreError: it cannot be read or written; says what, where and the mend.
+        StoreError: If the folder cannot be read or written.
     """
 
     def __init__(self, home: Path, *, durable: bool = True, shared: Shared | None = None, disk: Disk = REAL) -> None:
@@ -94,13 +89,13 @@ class Local:
     def _make_folders(self) -> None:
         with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
-                (self._disk.settle if self.durable else self._disk.make)(folder)
+                (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(folder)
 
-    def lock(self) -> Lock:
-        """Claim the folder for this process, until the returned lock is closed.
+    def lock_home(self) -> Lock:
+        """Lock the home folder for this process until the returned lock is closed.
 
         Raises:
-            JobError: another agent has it.
+            JobError: If another agent holds the lock.
         """
         with doing(f"lock {self.home}"):
             lock = self._disk.lock(self.home / "lock")
@@ -111,29 +106,35 @@ class Local:
     # -- starting --
 
     def load_outbox(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, Counted]]:
-        """Return updates to deliver, and whether each has private state, and the last counted round of each job."""
+        """Load the updates to submit and the last counted round of each job.
+
+        Returns:
+            Updates by job and round, each with whether it has private state, and counted rounds by job.
+        """
         if self.durable:
             self.depot.open_as_owner()
         if not self._disk.is_dir(self._outbox):
             return {}, {}
         updates: dict[Key, tuple[Update, bool]] = {}
         with doing(f"read {self.home}"):
-            counted = self._remembered.recover()
+            counted = self._remembered.load_counted()
             self._remove_quietly(self._scratch)
             self._remove_quietly(self._out)
             for entry in sorted(self._disk.entries(self._outbox)):
                 folder = f"{self._outbox}/{entry.name}"
-                update = self._stored(folder)
+                update = self._load_update(folder)
                 last = counted.get(update.job) if update is not None else None
                 if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
-                    self._remove(folder)
+                    self._remove_entry(folder)
                 else:
                     key = (update.job, update.round)
-                    updates[key] = (update, self._left_in(folder) is not None or self._remembered.moved(key))
+                    updates[key] = (
+                        update,
+                        self._private_state_in(folder) is not None or self._remembered.has_private_state(key),
+                    )
         return updates, counted
 
-    def _stored(self, folder: str) -> Update | None:
-        """Update in an outbox folder; None: it was being removed, or its bytes have decayed."""
+    def _load_update(self, folder: str) -> Update | None:
         try:
             update = wire.decode(self._disk.read(f"{folder}/{UPDATE}"), Update)
         except (FileNotFoundError, NotADirectoryError):
@@ -141,13 +142,12 @@ class Local:
         except WireError as error:
             log.warning("%s/%s is damaged (%s); its task will be worked for again", folder, UPDATE, error)
             return None
-        lost = [name for name, ref in update.bundles.items() if not self.depot.has(ref)]
+        lost = [name for name, ref in update.bundles.items() if not self.depot.has_blob(ref)]
         if lost:
             log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
         return None if lost else update
 
-    def _left_in(self, folder: str) -> str | None:
-        """Hash (sha256) of the private state in an outbox folder, by its name; None: there is none."""
+    def _private_state_in(self, folder: str) -> str | None:
         entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
         return names[0].removesuffix(KEPT) if names else None
@@ -155,73 +155,71 @@ class Local:
     # -- one task --
 
     def empty_output(self) -> Path:
-        """Empty the folder for the next task's output and return it. If not durable, it may not exist yet."""
+        """Empty the output folder for the next task and return the folder, which may not exist yet."""
         if not self.durable:
             self._remove_quietly(self._out)
             return self._out
         with doing(f"empty {self._out}"):  # a process that waits for the next task may write this very folder
-            self._disk.clear(self._out)
+            self._disk.clear_folder(self._out)
         return self._out
 
     def cache_folder(self, job: str) -> Path:
-        """Return the folder of files that a job's tasks leave for later ones, after deleting other jobs'.
+        """Return the cache folder of a job, after deleting those of other jobs.
 
-        It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
-        worth a sync.
+        The folder is valid for this boot of the machine only, so that its files need no sync.
         """
-        folder = self._caches / f"{job}@{_boot()}"
+        folder = self._caches / f"{job}@{_boot_id()}"
         if self._cache == folder and (not self.durable or self._disk.is_dir(folder)):
             return folder
         if not self.durable and not self._disk.is_dir(self._caches):
             self._cache = folder
             return folder
         with doing(f"make {folder}"):
-            self._disk.make(self._caches)
+            self._disk.make_folder(self._caches)
             for entry in self._disk.entries(self._caches):
                 if entry.name != folder.name:
                     self._remove_quietly(self._caches / entry.name)
-            if self._disk.target(folder) is not None:  # a link that an earlier job's task has put there
+            if self._disk.read_link(folder) is not None:  # a link that an earlier job's task has put there
                 self._disk.unlink(folder)
-            self._disk.make(folder)
+            self._disk.make_folder(folder)
         self._cache = folder
         return folder
 
-    def private(self, job: str, counted: int | None) -> Private:
-        """The private state of a job to work from, as `Remembered.private`."""
+    def find_private_state(self, job: str, counted: int | None) -> Private:
+        """Return the private state from which a task starts, or the reason why the state is missing."""
         with doing(f"read {self._private}"):
-            return self._remembered.private(job, counted)
+            return self._remembered.find_private_state(job, counted)
 
-    def latest(self, job: str) -> Private:
-        """Private state of a job after the last round that was counted, as `Remembered.latest`."""
+    def latest_private_state(self, job: str) -> Private:
         with doing(f"read {self._private}"):
-            return self._remembered.latest(job)
+            return self._remembered.latest_private_state(job)
 
     def commit_update(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
-        """Make the task's output durable as this update. Return whether it has private state.
+        """Make the task's output durable as this update. Return whether the update has private state.
 
         The output folder holds each bundle in a file named by its sha256, and the private state if there is one.
 
         Args:
-            update: manifest of the output.
-            blobs: bundles that the task did not write there, by sha256.
-            private: the private state that it wrote there.
+            update: Manifest of the output.
+            blobs: Bundles in memory by sha256, which the task has not written to the folder.
+            private: Private state that the task has written to the folder, or None.
         """
         scratch = self._scratch
         for ref in set(update.bundles.values()):
             if ref.sha256 in blobs:
-                self.depot.stow(blobs[ref.sha256], ref)
+                self.depot.store_small(blobs[ref.sha256], ref)
             elif self.durable:
-                self.depot.put_untrusted(f"{self._out}/{ref.sha256}", ref)
+                self.depot.store_untrusted_file(f"{self._out}/{ref.sha256}", ref)
             else:  # on virtual time no process of its own carries out the task
-                self.depot.put_file(f"{self._out}/{ref.sha256}", ref, move=True)
+                self.depot.store_file(f"{self._out}/{ref.sha256}", ref, move=True)
         if not self.durable and private is None:
             self._light.add((update.job, update.round))
             return False
         if not self.durable:
             self._make_folders()
-        target = self._folder((update.job, update.round))
+        target = self._entry_folder((update.job, update.round))
         with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
-            self._disk.clear(scratch)
+            self._disk.clear_folder(scratch)
             if private is not None:
                 kept = f"{scratch}/{private.sha256}{KEPT}"
                 if self._disk.copy_untrusted(f"{self._out}/{PRIVATE}", kept, private.size) != private.sha256:
@@ -231,31 +229,34 @@ class Local:
                 for entry in self._disk.entries(scratch):
                     self._disk.sync(f"{scratch}/{entry.name}")
             self._sync(scratch)
-            self._remove(target)
+            self._remove_entry(target)
             self._disk.replace(scratch, target)
             self._sync(self._outbox)
         self._remove_quietly(self._out)
         return private is not None
 
-    def settle(self, key: Key, accepted: bool, counted: Mapping[str, Counted]) -> None:
-        """Apply the coordinator's answer to an update: keep its private state if it counted, delete it if not.
+    def record_ack(self, key: Key, accepted: bool, counted: Mapping[str, Counted]) -> None:
+        """Record the answer to an update, and keep its private state if accepted, else delete the state.
 
-        `counted` is remembered from now on; private states of other jobs are deleted.
+        Args:
+            key: Job and round.
+            accepted: Whether the update was counted.
+            counted: Last counted round of each job. Private states of other jobs are deleted.
         """
         if key in self._light:
             self._light.remove(key)
-            return self._remembered.note(key) if accepted else None
+            return self._remembered.record_counted_in_memory(key) if accepted else None
         with doing(f"settle {key[0]}, round {key[1]}, in {self.home}"):
-            folder = self._folder(key)
+            folder = self._entry_folder(key)
             if accepted:
-                made = self._left_in(folder)
+                made = self._private_state_in(folder)
                 moves = None if made is None else (f"{folder}/{made}{KEPT}", made)
                 waiting = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox)}
-                self._remembered.count(key, moves, counted, waiting)
-            self._remove(folder)
+                self._remembered.record_counted(key, moves, counted, waiting)
+            self._remove_entry(folder)
 
-    def _remove(self, folder: str) -> None:
-        """Remove an outbox entry; without its update.json it is no entry, so that file goes first."""
+    def _remove_entry(self, folder: str) -> None:
+        # update.json goes first, because a folder without that file is no entry.
         if self._disk.is_dir(folder):
             self._disk.unlink(f"{folder}/{UPDATE}")
             self._sync(folder)
@@ -267,37 +268,36 @@ class Local:
         """Remove a file or folder as far as possible. The output folder itself stays."""
         with suppress(OSError):
             if place == self._out and self._disk.is_dir(place):
-                self._disk.clear(place)
+                self._disk.clear_folder(place)
             else:
                 self._disk.remove(place)
 
-    def _folder(self, key: Key) -> str:
+    def _entry_folder(self, key: Key) -> str:
         return f"{self._outbox}/{key[0]}@{key[1]}"
 
     # -- what the board has learned --
 
-    def learned(self) -> dict[str, Learned]:
-        """What an earlier process has learned, by workload; what is damaged or of another version is learned anew."""
-        return learned(self.home, self._disk) if self.durable else {}
+    def load_learned_costs(self) -> dict[str, Learned]:
+        return read_learned_costs(self.home, self._disk) if self.durable else {}
 
-    def remember(self, learned: Mapping[str, Learned]) -> None:
-        """Keep what the board has learned. Without a sync: after a power failure it may be what it was before."""
+    def store_learned_costs(self, learned: Mapping[str, Learned]) -> None:
+        """Store the learned costs without a sync. A power failure may restore an older version."""
         if self.durable:
             with doing(f"write {self.home / LEARNED}"):
                 lessons = Lessons(workloads={workload[:200]: known for workload, known in learned.items()})
-                self._disk.put(self.home / LEARNED, wire.encode(lessons), durable=False)
+                self._disk.write_atomically(self.home / LEARNED, wire.encode(lessons), durable=False)
 
     # -- small files of others --
 
-    def note(self, name: str, payload: bytes) -> None:
-        """Write a small file, `name` below the home; it is on the disk when this returns, if the home is durable."""
+    def write_file(self, name: str, payload: bytes) -> None:
+        """Write a small file below the home. The file is synced if the home is durable."""
         file = self.home / name
         with doing(f"write {file}"):
-            (self._disk.settle if self.durable else self._disk.make)(file.parent)
-            self._disk.put(file, payload, durable=self.durable)
+            (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(file.parent)
+            self._disk.write_atomically(file, payload, durable=self.durable)
 
-    def noted(self, name: str) -> bytes | None:
-        """What `note` has written; None: nothing yet."""
+    def read_file(self, name: str) -> bytes | None:
+        """Return the content of a file written by `write_file`, or None if the file is missing."""
         file = self.home / name
         with doing(f"read {file}"):
             return self._disk.read(file) if self._disk.is_file(file) else None
@@ -312,20 +312,22 @@ class Local:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
             if self.durable:
-                self._disk.put(self._probe, b"\0")
+                self._disk.write_atomically(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
-        """Drop blobs and caches, longest unused first, until `size` more bytes fit the limit and the disk.
+        """Delete unused blobs and caches until `size` more bytes fit the limit and the disk.
+
+        The longest unused are deleted first.
 
         Args:
-            size: Bytes that are to come.
+            size: Bytes about to be written.
             limit_bytes: Most bytes of blobs and caches.
-            needed: Blobs that are not dropped. `require_room` reports where the rest is not enough.
-            idle: Whether no process of a task or a check runs, whose caches may be dropped only then.
+            needed: Blobs to keep. `require_room` reports if the rest is not enough.
+            idle: Whether no process of a task or check runs. Caches may be deleted only then.
         """
         caches = self._measure_caches(remove=idle)
-        both: list[tuple[int, str | Path, int]] = [*self.depot.unused(), *caches]
+        both: list[tuple[int, str | Path, int]] = [*self.depot.files_by_last_use(), *caches]
         unused = sorted(both, key=lambda each: each[0])
         with doing(f"look at {self.home}"):
             free = self.free_bytes()
@@ -338,17 +340,12 @@ class Local:
                     continue
                 self._remove_quietly(place)
             elif len(place) == 64 and place not in needed:
-                self.depot.drop(place)
+                self.depot.remove_blob(place)
             else:
                 continue
             over -= kept
 
     def _measure_caches(self, *, remove: bool) -> list[tuple[int, Path, int]]:
-        """Return (time of last change in ns, place, size) of the files and folders that tasks and checks have left.
-
-        Args:
-            remove: Remove what cannot be measured, such as folders nested too deep. Otherwise its size is unknown.
-        """
         found = []
         for private in (self.task, self.home / confine.CHECK):
             for folder in (private / name for name in (confine.CACHE, confine.TEMPORARY, confine.LIBRARIES)):
@@ -356,7 +353,7 @@ class Local:
                     names = [each.name for each in self._disk.entries(folder)] if self._disk.is_dir(folder) else []
                 for name in names:
                     try:
-                        latest_ns, size = self._disk.usage(folder / name)
+                        latest_ns, size = self._disk.measure_usage(folder / name)
                     except OSError:
                         if remove:
                             self._remove_quietly(folder / name)
@@ -365,26 +362,23 @@ class Local:
         return found
 
     def free_bytes(self) -> int:
-        """Return the bytes that can still be written to the home's disk."""
         with doing(f"look at {self.home}"):
             return self._disk.free_bytes(self._there)
 
-    def used(self, refs: Collection[BlobRef]) -> None:
-        """Note that blobs are in use now."""
+    def touch_blobs(self, refs: Collection[BlobRef]) -> None:
         for ref in refs:
-            self.depot.touch(ref.sha256)
+            self.depot.record_use(ref.sha256)
 
     def _sync(self, path: Place) -> None:
-        """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self.durable:
             self._disk.sync(path)
 
 
-def learned(home: Path, disk: Disk = REAL) -> dict[str, Learned]:
-    """What the agent of a home has learned, by workload; what is damaged or of another version is left out.
+def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, Learned]:
+    """Return the learned costs in an agent's home, by workload. Damaged entries are left out.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: If the file cannot be read.
     """
     file = home / LEARNED
     with doing(f"read {file}"):
@@ -396,12 +390,11 @@ def learned(home: Path, disk: Disk = REAL) -> dict[str, Learned]:
     except WireError as error:
         log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
         return {}
-    return {workload: known for workload, known in found.items() if known.sound}
+    return {workload: known for workload, known in found.items() if known.is_valid}
 
 
 @cache
-def _boot() -> str:
-    """Id of this boot of the machine; "unknown" if the kernel has none."""
+def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

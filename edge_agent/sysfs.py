@@ -1,7 +1,7 @@
-"""Readers for the small files in which a kernel describes its hardware. Unreadable ones are None, never an error.
+"""Readers of small kernel files that describe hardware. An unreadable file reads as None.
 
-An agent is an ordinary user, and on most boards whole folders are for root alone (debugfs has mode 0700).
-`Path.is_file`, `Path.exists` and `Path.glob` raise PermissionError below such a folder; use `there` and `glob` instead.
+On most boards whole folders are readable by root only, such as debugfs with mode 0700. `Path.is_file`, `Path.exists`
+and `Path.glob` raise PermissionError below such a folder, so callers use `is_visible` and `list_matches`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ PLAUSIBLE_C = (-40.0, 150.0)  # a sensor that is off reads -256
 STUCK_ZONES = frozenset({"PMIC-Die"})  # reads 100 C on Nano, TX2 and Xavier, cold or hot
 
 
-def text(path: str | Path) -> str | None:
-    """Text of a file; None if it does not exist, may not be read, or the sensor does not answer."""
+def read_text(path: str | Path) -> str | None:
+    """Return the text of a file, or None if the file is missing or unreadable."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -30,18 +30,18 @@ def text(path: str | Path) -> str | None:
         os.close(handle)
 
 
-def there(path: str | Path) -> bool:
-    """Whether this user can see something at the path; below a folder closed to the user the answer is no."""
+def is_visible(path: str | Path) -> bool:
+    """Return whether this user can see the path. Below a closed folder the result is False."""
     return os.path.exists(path)
 
 
-def glob(folder: Path, pattern: str) -> list[Path]:
-    """Matches of the pattern below the folder, sorted, as far as this user can see them."""
+def list_matches(folder: Path, pattern: str) -> list[Path]:
+    """Return the visible matches of a pattern below a folder, sorted."""
     return sorted(folder / name for name in globs.glob(pattern, root_dir=folder))
 
 
-def hidden(path: str | Path) -> bool:
-    """Whether the path exists, or may exist, but this user may not read it."""
+def is_forbidden(path: str | Path) -> bool:
+    """Return whether the path exists, or may exist, but this user lacks permission to read it."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
@@ -51,42 +51,42 @@ def hidden(path: str | Path) -> bool:
     return False
 
 
-def line(path: str | Path) -> str | None:
-    """Text without its terminator, also a device tree's NUL; None if nothing is left."""
-    found = text(path)
+def read_line(path: str | Path) -> str | None:
+    """Return the text without newline and NUL at the end, or None if the text is empty or unreadable."""
+    found = read_text(path)
     return found.strip("\0\n ") or None if found is not None else None
 
 
-def lines(path: str | Path) -> list[str]:
-    """List of texts in a device tree's file, each ended by a NUL."""
-    return [part for part in (text(path) or "").split("\0") if part.strip()]
+def read_strings(path: str | Path) -> list[str]:
+    """Return the NUL-terminated strings in a device tree's file."""
+    return [part for part in (read_text(path) or "").split("\0") if part.strip()]
 
 
-def whole(path: str | Path) -> int | None:
-    """Whole number in the file; None if it holds anything else."""
+def read_int(path: str | Path) -> int | None:
+    """Return the integer in a file, or None if there is none."""
     try:
-        return int(text(path) or "")
+        return int(read_text(path) or "")
     except ValueError:
         return None
 
 
-def device_tree(root: Path) -> Path:
-    """Folder of the board's device tree: where the kernel promises it to programs, else its older name in /proc.
+def device_tree_folder(root: Path) -> Path:
+    """Return the folder of the board's device tree, in sysfs if present, else in /proc.
 
-    The kernel's ABI notes (testing/sysfs-firmware-ofw) say that the name in /proc may go.
+    The kernel's ABI notes (testing/sysfs-firmware-ofw) say that the name in /proc may be removed.
     """
     promised = root / "sys/firmware/devicetree/base"
     return promised if os.path.isdir(promised) else root / "proc/device-tree"
 
 
-def zones(thermal: Path) -> list[Path]:
-    """Readings of the thermal zones in sys/class/thermal, without the one known to be stuck."""
-    found = glob(thermal, "thermal_zone*")
-    return [zone / "temp" for zone in found if line(zone / "type") not in STUCK_ZONES]
+def thermal_zone_files(thermal: Path) -> list[Path]:
+    """Return the temperature files of the thermal zones, without the zone known to be stuck."""
+    found = list_matches(thermal, "thermal_zone*")
+    return [zone / "temp" for zone in found if read_line(zone / "type") not in STUCK_ZONES]
 
 
-def hottest_c(sensors: Iterable[str | Path]) -> float | None:
-    """Hottest of the sensors that are on, given in thousandths of a degree; None: none is on."""
+def hottest_temperature_c(sensors: Iterable[str | Path]) -> float | None:
+    """Return the highest plausible temperature of sensor files in millidegrees, in °C, or None."""
     low, high = PLAUSIBLE_C
-    known = [milli / 1000 for milli in map(whole, sensors) if milli is not None and low <= milli / 1000 <= high]
+    known = [milli / 1000 for milli in map(read_int, sensors) if milli is not None and low <= milli / 1000 <= high]
     return max(known, default=None)

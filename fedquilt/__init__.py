@@ -1,4 +1,4 @@
-"""fedquilt: federated learning on real edge boards.
+"""fedquilt: federated learning on edge devices.
 
     import fedquilt as fq
 
@@ -6,7 +6,7 @@
     run = fq.simulate(job)
     run.rounds().to_pandas()
 
-Names are loaded when they are first asked for: an agent on a board imports this package too.
+Public names are loaded on first use, because an agent on a device imports this package too.
 """
 
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> object:
     """Load a public name (PEP 562)."""
     if name not in __all__:
         # without an object, Python's own traceback does not add a second "Did you mean"; a notebook's adds none at all
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_nearest(name)}", name=name, obj=None)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggest_name(name)}", name=name, obj=None)
     import importlib
 
     if name in ("models", "trackers"):
@@ -76,8 +76,7 @@ def __getattr__(name: str) -> object:
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
-def _nearest(name: str) -> str:
-    """The public name that is nearest to one that there is not, as the end of a sentence; "": none is near."""
+def _suggest_name(name: str) -> str:
     import difflib
 
     known = {each.lower(): each for each in __all__}

@@ -1,7 +1,7 @@
-"""Bundle of a job on disk: `bundle.json` (facts, and files by name) beside `blobs/` (files by sha256).
+"""Bundle of a job on disk: `bundle.json` with metadata and file digests, and the folder `blobs`.
 
-`fedquilt prepare` writes one on the operator's machine; the coordinator only serves it. Blobs lie
-flat under their digests, so an ONNX graph finds its external data wherever both have been put.
+`fedquilt prepare` writes the bundle on the operator's machine, and the coordinator serves it. Blobs are named by their
+digests in one folder, so that an ONNX graph finds its external data beside itself.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from fedquilt.disk import REAL, Disk, doing
 
 
 class Index(Wired, frozen=True):
-    """Content of bundle.json."""
-
     meta: dict[str, Any]
     files: dict[str, BlobRef]
     version: Literal[1] = 1
 
 
-def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
-    """Write a bundle; files that are there already (by content) are kept.
+def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
+    """Write a bundle. Blobs that exist undamaged are kept.
 
     Raises:
-        StoreError: the folder cannot be written.
+        StoreError: If the folder cannot be written.
     """
     refs: dict[str, BlobRef] = {}
     try:
-        REAL.make(folder / "blobs")
+        REAL.make_folder(folder / "blobs")
         for name, payload in files.items():
             refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
             path = folder / "blobs" / ref.sha256
-            if not path.is_file() or REAL.digest(path) != ref.sha256:
-                _replace(path, payload)
-        _replace(folder / "bundle.json", checked.encode(Index(meta=dict(meta), files=refs)))
+            if not path.is_file() or REAL.hash_file(path) != ref.sha256:
+                _replace_file(path, payload)
+        _replace_file(folder / "bundle.json", checked.encode_with_checksum(Index(meta=dict(meta), files=refs)))
     except OSError as error:
         raise StoreError(f"cannot write the bundle {folder}: {error.strerror}") from None
-    return load(folder)
+    return load_bundle(folder)
 
 
-def load(folder: Path, disk: Disk = REAL) -> Bundle:
-    """Open a bundle. Files are checked for presence and size now, for content when they are read or stored.
+def load_bundle(folder: Path, disk: Disk = REAL) -> Bundle:
+    """Open a bundle and check that its files are present with the right sizes.
+
+    The content of a file is checked on reading, which may raise the same errors.
 
     Args:
-        folder: with the bundle.
-        disk: where that is.
+        folder: Folder of the bundle.
+        disk: Disk of the folder.
 
     Raises:
-        JobError: there is no bundle, or it is damaged; says how to make one. So does reading one of its files.
-        StoreError: it cannot be read. So does reading one of its files.
+        JobError: If there is no bundle, or it is damaged.
+        StoreError: If the bundle cannot be read.
     """
     index_at = folder / "bundle.json"
     with doing(f"read the bundle {folder}"):
         try:
-            index = checked.decode(disk.read(index_at), Index)
+            index = checked.decode_with_checksum(disk.read(index_at), Index)
         except (FileNotFoundError, NotADirectoryError):
             raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
         except (IsADirectoryError, checked.DamagedFileError) as error:
@@ -69,27 +69,27 @@ def load(folder: Path, disk: Disk = REAL) -> Bundle:
             found = disk.stat(folder / "blobs" / ref.sha256)
             if found is None or found.is_dir or found.size != ref.size:
                 raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
-    return Bundle(index.meta, index.files, lambda name: _tensors(folder, index.files[name], disk))
+    return Bundle(index.meta, index.files, lambda name: _read_tensors(folder, index.files[name], disk))
 
 
-def _tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
-    path = file(folder, ref, disk)
+def _read_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
+    path = verify_file(folder, ref, disk)
     with doing(f"read {path}"):
         payload = disk.read(path)
-    return tensors.decode(payload)
+    return tensors.decode_tensors(payload)
 
 
-def file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
-    """A file of a bundle, whose content has been compared with its name.
+def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
+    """Return the path of a bundle's file after comparing its content with its digest.
 
     Raises:
-        JobError: it is gone or damaged.
-        StoreError: it cannot be read.
+        JobError: If the file is missing or damaged.
+        StoreError: If the file cannot be read.
     """
     path = folder / "blobs" / ref.sha256
     with doing(f"read {path}"):
         try:
-            damaged = disk.digest(path) != ref.sha256
+            damaged = disk.hash_file(path) != ref.sha256
         except FileNotFoundError:
             raise JobError(f"{path} is gone: make the bundle anew with `fedquilt prepare`") from None
     if damaged:
@@ -97,5 +97,5 @@ def file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
     return path
 
 
-def _replace(path: Path, payload: bytes) -> None:
-    REAL.put(path, payload, durable=False)
+def _replace_file(path: Path, payload: bytes) -> None:
+    REAL.write_atomically(path, payload, durable=False)

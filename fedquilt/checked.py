@@ -1,7 +1,7 @@
-"""JSON files with a checksum of what they hold: a bit that the disk has flipped must not become another number.
+"""JSON files with a checksum, which detects bits flipped on the disk.
 
-The checksum is a field beside the others, so that people and other programs still read the file. One that lacks it, as
-earlier versions wrote, is taken as it is.
+The checksum is a field of the JSON object, so that people and other programs can still read the file. Files of earlier
+versions have no checksum and are not checked.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ T = TypeVar("T", bound=msgspec.Struct)
 FIELD = "sum"
 
 
-class DamagedFileError(ValueError):
-    """Bytes that are not what was written."""
+class DamagedFileError(ValueError): ...
 
 
-def encode(value: msgspec.Struct) -> bytes:
-    """JSON of a struct, with its checksum, for people to read.
+def encode_with_checksum(value: msgspec.Struct) -> bytes:
+    """Encode a struct as indented JSON with a checksum.
 
     Args:
-        value: of a type without unknown fields and without one called "sum".
+        value: Struct without a field called "sum".
     """
     table: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
-    return msgspec.json.format(msgspec.json.encode({**table, FIELD: _sum(table)}), indent=1)
+    return msgspec.json.format(msgspec.json.encode({**table, FIELD: _checksum_of(table)}), indent=1)
 
 
-def decode(payload: bytes, kind: type[T]) -> T:
-    """The struct that `encode` was given.
+def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
+    """Decode a struct and compare its checksum, if there is one.
 
     Raises:
-        DamagedFileError: the bytes are not JSON, not of this type, or do not match their checksum.
+        DamagedFileError: If the bytes are not JSON, not of this type, or do not match their checksum.
     """
     try:
         table = msgspec.json.decode(payload)
         told = table.pop(FIELD, None) if isinstance(table, dict) else None
-        if told is not None and told != _sum(table):
+        if told is not None and told != _checksum_of(table):
             raise DamagedFileError("its checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
     except UNDECODABLE as error:
         raise DamagedFileError(str(error)) from None
 
 
-def _sum(table: Any) -> str:
+def _checksum_of(table: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(table)).hexdigest()

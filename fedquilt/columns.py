@@ -1,6 +1,6 @@
-"""Tables for a terminal: columns that fit its width, and colour on terminals only.
+"""Terminal tables that fit the width, with colours on terminals only.
 
-Output that is no terminal gets 80 columns, a wider terminal up to MOST.
+Output to a file or a pipe is 80 columns wide.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ LEAST: Final = 20  # columns kept for wrapped text, however wide the others are
 COLOURS: Final = {"red": "31", "green": "32", "yellow": "33", "dim": "2"}
 
 
-def width(out: TextIO | None = None) -> int:
-    """Number of columns of a line."""
+def line_width(out: TextIO | None = None) -> int:
     if not (out or sys.stdout).isatty():
         return PLAIN
     return min(MOST, max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns))
 
 
-def fold(line: str, hang: int | None = None, out: TextIO | None = None) -> list[str]:
-    """Break a sentence at the width of a terminal; whole in a file or pipe, where it may be searched for.
+def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> list[str]:
+    """Wrap a sentence to the width of a terminal. Output to a file or a pipe stays unwrapped.
 
     Args:
-        line: of any length.
-        hang: Columns before each further line; None: two more than stand before the first.
-        out: None: standard output.
+        line: Sentence of any length.
+        hang: Indentation of further lines, or None for two more columns than the first line's.
+        out: Output stream, or None for standard output.
     """
     if not (out or sys.stdout).isatty():
         return [line]
@@ -42,46 +41,47 @@ def fold(line: str, hang: int | None = None, out: TextIO | None = None) -> list[
     return whole.wrap(line) or [line]
 
 
-def paint(text: str, colour: str | None, out: TextIO | None = None) -> str:
-    """Colour a text with one of COLOURS; unchanged if the output is no terminal, or NO_COLOR is set."""
+def colour_text(text: str, colour: str | None, out: TextIO | None = None) -> str:
+    """Add a colour to a text, unless the output is not a terminal or NO_COLOR is set."""
     if colour is None or not (out or sys.stdout).isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 
 
-def table(
+def format_table(
     rows: Sequence[Sequence[str]], align: str, wide: int | None = None, colours: Mapping[str, str] | None = None
 ) -> list[str]:
     """Format rows as lines.
 
-    A wrapped last column gets the width that the others leave. A table without one that is too
-    wide is split into blocks, one below another, each with the first column.
+    A wrapped last column gets the width left by the other columns. A table without a wrapped column that is too wide is
+    split into blocks, each with the first column.
 
     Args:
-        rows: Cells; every row has as many.
-        align: For each column "<" (left), ">" (right) or "~" (left, wrapped; the last one only). A shorter one goes on
-            with its last letter.
-        wide: Largest width of a line; None: as `width`.
+        rows: Cells of each row.
+        align: Alignment by column: "<" (left), ">" (right) or "~" (left and wrapped, for the last column). The last
+            letter also applies to further columns.
+        wide: Maximum width of a line, or None for `line_width`.
         colours: Colour by the text of a whole cell, on a terminal.
     """
     if not rows:
         return []
-    wide = width() if wide is None else wide
+    wide = line_width() if wide is None else wide
     align = align.ljust(len(rows[0]), align[-1])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if align.endswith("~"):
         widths[-1] = max(LEAST, wide - sum(widths[:-1]) - len(GAP) * (len(widths) - 1))
-        return [line for row in rows for line in _wrapped(row, align, widths, colours or {})]
+        return [line for row in rows for line in _wrap_row(row, align, widths, colours or {})]
     lines: list[str] = []
-    for block in _blocks(widths, wide):
+    for block in _group_columns(widths, wide):
         if lines:
             lines.append("")
-        lines += [GAP.join(_cell(row[i], align[i], widths[i], colours or {}) for i in block).rstrip() for row in rows]
+        lines += [
+            GAP.join(_format_cell(row[i], align[i], widths[i], colours or {}) for i in block).rstrip() for row in rows
+        ]
     return lines
 
 
-def _blocks(widths: Sequence[int], wide: int) -> list[list[int]]:
-    """Groups of columns that stand beside each other, each with the first column."""
+def _group_columns(widths: Sequence[int], wide: int) -> list[list[int]]:
     blocks, used = [[0]], widths[0]
     for index, each in enumerate(widths[1:], 1):
         if used + len(GAP) + each > wide and len(blocks[-1]) > 1:
@@ -92,13 +92,13 @@ def _blocks(widths: Sequence[int], wide: int) -> list[list[int]]:
     return blocks
 
 
-def _wrapped(row: Sequence[str], align: str, widths: Sequence[int], colours: Mapping[str, str]) -> list[str]:
-    first = GAP.join(_cell(*each, colours) for each in zip(row[:-1], align, widths, strict=False))
+def _wrap_row(row: Sequence[str], align: str, widths: Sequence[int], colours: Mapping[str, str]) -> list[str]:
+    first = GAP.join(_format_cell(*each, colours) for each in zip(row[:-1], align, widths, strict=False))
     texts = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
     blank = " " * sum(widths[:-1]) + GAP * (len(widths) - 2)
     return [f"{first if not at else blank}{GAP}{text}".rstrip() for at, text in enumerate(texts)]
 
 
-def _cell(text: str, align: str, width: int, colours: Mapping[str, str]) -> str:
+def _format_cell(text: str, align: str, width: int, colours: Mapping[str, str]) -> str:
     padded = text.rjust(width) if align == ">" else text.ljust(width)
-    return paint(padded, colours.get(text))
+    return colour_text(padded, colours.get(text))

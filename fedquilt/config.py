@@ -1,4 +1,4 @@
-"""TOML files: reading and writing tables, and converting them to structs with errors that name the mend."""
+"""Reading and writing of TOML tables, and conversion to structs with clear errors."""
 
 from __future__ import annotations
 
@@ -43,25 +43,20 @@ _KINDS: Final = {
 _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read the table in a TOML file.
-
-    Raises:
-        JobError: unreadable, or not TOML.
-    """
+def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return parse(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
+        return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
         raise JobError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not TOML: {error}") from None
 
 
-def absolute(path: str, folder: Path) -> str:
-    """A path of a settings file as an absolute one; a relative one begins at the file's `folder`.
+def absolute_path(path: str, folder: Path) -> str:
+    """Return an absolute path for a path in a settings file in `folder`.
 
     Raises:
-        JobError: no file can have this path: it holds a NUL, or links that lead in a circle.
+        JobError: If the path is impossible, such as one with a NUL or circular links.
     """
     try:
         return str((folder / path).resolve())
@@ -69,23 +64,18 @@ def absolute(path: str, folder: Path) -> str:
         raise JobError(f"{path!r} is no path of a file or folder ({error}): write another one") from None
 
 
-def parse(text: str, where: str) -> dict[str, Any]:
-    """Read the table in TOML text; errors name `where`.
-
-    Raises:
-        JobError: not TOML.
-    """
+def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise JobError(f"{where} is not TOML: {error}") from None
 
 
-def text(table: Mapping[str, Any]) -> str:
-    """Format a table as TOML; keys with the value None are left out."""
+def format_toml(table: Mapping[str, Any]) -> str:
+    """Format a table as TOML, without keys whose value is None."""
     import tomli_w  # only writers of settings need it
 
-    return tomli_w.dumps(_written(table))
+    return tomli_w.dumps(_drop_none(table))
 
 
 def key_text(name: str) -> str:
@@ -93,15 +83,15 @@ def key_text(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def _written(value: Any) -> Any:
+def _drop_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _written(each) for key, each in value.items() if each is not None}
-    return [_written(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _drop_none(each) for key, each in value.items() if each is not None}
+    return [_drop_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Prefix errors of a job with `where`, a file or a table, unless they name it already."""
+def prefix_errors(where: str) -> Iterator[None]:
+    """Prefix each JobError of the body with `where`, a file or a table, unless it begins so."""
     try:
         yield
     except JobError as error:
@@ -109,21 +99,29 @@ def naming(where: str) -> Iterator[None]:
         raise JobError(said if said.startswith(where) else f"{where}: {said}") from None
 
 
-def convert(table: Any, kind: type[T], where: str) -> T:
-    """Convert a table to a struct; `where` is its name in errors: "a job", or of a part "[data]".
+def convert_table(table: Any, kind: type[T], where: str) -> T:
+    """Convert a table to a struct.
+
+    Args:
+        table: The table.
+        kind: Type of the struct.
+        where: Name of the table in errors, such as "a job" or "[data]".
 
     Raises:
-        JobError: says what is wrong; for an unknown key or word, which exist and which is the nearest.
+        JobError: If a value does not fit, or a key is unknown. The message suggests the nearest key or word.
     """
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        said = _explained(str(error), table, kind, where)
+        said = _explain_error(str(error), table, kind, where)
         raise JobError(f"{where}: {said}" if where.startswith("[") else said) from None
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Suffix "; did you mean ...?" with the nearest known word, small and capital letters alike; "" if none is near."""
+def suggest_nearest(word: str, known: Iterable[str]) -> str:
+    """Return a "did you mean ...?" suffix with the nearest known word, or "" if none is near.
+
+    Upper and lower case are equal.
+    """
     import difflib
 
     words = {each.casefold(): each for each in known}
@@ -131,33 +129,32 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
-def _explained(said: str, table: Any, kind: type, where: str) -> str:
-    """Sentence of msgspec in plain words: the key and its value as written, and which values are possible."""
+def _explain_error(said: str, table: Any, kind: type, where: str) -> str:
     path = match[1] if (match := _PATH.search(said)) else ""
     said = said[: match.start()] if match else said
-    options = _there(kind, path)
+    options = _types_at_path(kind, path)
     if (key := _UNKNOWN.fullmatch(said) or _MISSING.fullmatch(said)) is not None:
         keys = [field.encode_name for one in options for field in getattr(one, "fields", ())]
         unknown = _UNKNOWN.fullmatch(said) is not None
         inner = path.lstrip(".")
         place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
         what = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
-        return f"{what}; keys of {place}: {', '.join(keys)}{nearest(key[1], keys) if unknown else ''}"
-    place = _place(path, where)
-    value = _value(table, path)
-    given = place if value is _NOWHERE else f"{place} = {_shown(value)}" if place else _shown(value)
+        return f"{what}; keys of {place}: {', '.join(keys)}{suggest_nearest(key[1], keys) if unknown else ''}"
+    place = _format_key(path, where)
+    value = _value_at_path(table, path)
+    given = place if value is _NOWHERE else f"{place} = {_quote_value(value)}" if place else _quote_value(value)
     if (word := _CHOICE.fullmatch(said)) is not None:
         known = [str(each) for one in options for each in getattr(one, "values", ()) if each != ""]
         more = " or a list" if any(hasattr(one, "item_type") for one in options) else ""
-        near = nearest(word[1].strip("'"), known)
+        near = suggest_nearest(word[1].strip("'"), known)
         return f"{given if value is not _NOWHERE else f'{place}: {word[1]}'}: there are: {', '.join(known)}{more}{near}"
     if (wanted := _EXPECTED.fullmatch(said)) is not None:
-        return f"{given}: {_wanted(wanted[1], wanted[2])}"
+        return f"{given}: {_describe_expected(wanted[1], wanted[2])}"
     return f"{place}: {said}" if place else said
 
 
-def _wanted(kinds: str, limit: str) -> str:
-    """What msgspec expects, in words: "`int` >= 1" is "a whole number of at least 1 is wanted"."""
+def _describe_expected(kinds: str, limit: str) -> str:
+    """Return msgspec's expectation in words: "`int` >= 1" is "a whole number of at least 1 is wanted"."""
     words = " or ".join(_KINDS.get(each, each) for each in kinds.split(" | ") if each != "null")
     if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
         made = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
@@ -171,8 +168,8 @@ def _wanted(kinds: str, limit: str) -> str:
     return f"{words}{limit} is wanted"
 
 
-def _place(path: str, where: str) -> str:
-    """A path such as ".cohort.size" as a person writes it: "[cohort] size"; within a named part "audio.rate"."""
+def _format_key(path: str, where: str) -> str:
+    """Return a path such as ".cohort.size" as "[cohort] size", or "audio.rate" within a named table."""
     inner = path.lstrip(".").replace("[...]", "")
     table, _, key = inner.rpartition(".")
     return inner if where.startswith("[") or not table else f"[{table}] {key}"
@@ -181,8 +178,8 @@ def _place(path: str, where: str) -> str:
 _NOWHERE: Final = object()
 
 
-def _value(table: Any, path: str) -> Any:
-    """What stands at a path; `_NOWHERE`: msgspec does not say where exactly, as in "[...]"."""
+def _value_at_path(table: Any, path: str) -> Any:
+    # `_NOWHERE` stands for an inexact path of msgspec, such as "[...]".
     for step in _STEP.finditer(path):
         try:
             table = table[step[1]] if step[1] is not None else table[int(step[2])]
@@ -191,17 +188,15 @@ def _value(table: Any, path: str) -> Any:
     return table
 
 
-def _shown(value: Any, most: int = 60) -> str:
-    """A value as an error quotes it."""
+def _quote_value(value: Any, most: int = 60) -> str:
     said = str(value).lower() if isinstance(value, bool) else repr(value)
     return said if len(said) <= most else f"{said[: most - 3]}..."
 
 
-def _there(kind: type, path: str) -> list[Any]:
-    """Types possible at a path such as ".sources[0]"; none if it leads into something without keys."""
+def _types_at_path(kind: type, path: str) -> list[Any]:
     from msgspec import inspect
 
-    found = _options(inspect.type_info(kind))
+    found = _union_members(inspect.type_info(kind))
     for step in _STEP.finditer(path):
         inner: list[Any] = []
         for one in found:
@@ -209,9 +204,9 @@ def _there(kind: type, path: str) -> list[Any]:
                 inner += [field.type for field in getattr(one, "fields", ()) if field.encode_name == step[1]]
             else:
                 inner += [getattr(one, name) for name in ("item_type", "value_type") if hasattr(one, name)]
-        found = [option for each in inner for option in _options(each)]
+        found = [option for each in inner for option in _union_members(each)]
     return found
 
 
-def _options(one: Any) -> list[Any]:
+def _union_members(one: Any) -> list[Any]:
     return list(getattr(one, "types", (one,)))  # all types of a union

@@ -1,8 +1,8 @@
-"""Limits on the connections of an HTTP listener, whatever server is behind the listener.
+"""Limits on the connections of an HTTP listener, independent of the server implementation.
 
-A listener has `Limits.connections` places, of which one address gets `Limits.per_address`. Each connection has a
-deadline. When all places are taken, a new connection replaces one that waits for a request, or one of an address that
-has more connections. Listeners never use the upper half of the process's file descriptors.
+A listener accepts `Limits.connections` connections, and `Limits.per_address` per address. Each connection has a
+deadline. At the limit, a new connection replaces one that waits for a request, or one of an address with more
+connections. Listeners never use the upper half of the process's file descriptors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one listener: [http]."""
-
     connections: Count = 256  # at once
     per_address: Count = 128  # at once, of one IPv4 address or IPv6 network of 64 bits
 
 
 class Connection:
-    """An open connection. `Connections` changes the attributes."""
+    """Open connection, with attributes that `Connections` updates."""
 
     def __init__(self, address: str, close: Callable[[], None], now_s: float, deadline_s: float) -> None:
         self.address, self.close, self.since_s, self.deadline_s = address, close, now_s, deadline_s
@@ -43,7 +41,7 @@ class Connection:
 
 
 class Connections:
-    """Open connections of one listener. Several threads may use it.
+    """Open connections of a listener, within its limits. Thread-safe.
 
     Args:
         limits: Limits on the number of connections.
@@ -118,14 +116,12 @@ class Connections:
         with self._lock:
             self._open.discard(connection)
 
-    def close_late(self) -> None:
-        """Close the connections whose deadline has passed."""
+    def close_overdue(self) -> None:
         with self._lock:
             for each in [each for each in self._open if self._clock() >= each.deadline_s]:
                 self._close(each)
 
     def close_waiting(self) -> None:
-        """Close the connections that wait for a request."""
         with self._lock:
             for each in [each for each in self._open if each.waits]:
                 self._close(each)

@@ -1,15 +1,15 @@
-"""Cost of work at an operating point, in seconds and joules: the one model of all that predicts.
+"""Time and energy of work at an operating point, used for all predictions.
 
-Deadlines, the governor, budgets and simulated boards use it:
+Deadlines, the governor, budgets and simulated devices use this model:
 
     t = tasks * task_s + launches * launch_s + flops / flops_per_s + read_bytes / bytes_per_s        E = busy_w * t
 
-Arithmetic and memory traffic do not overlap. A launch is an operation that an engine begins; its cost does not depend
-on its size, and decides how long small networks take. Profiles compute a point's numbers from its clocks, for each
-workload that was measured (`Rates`); other workloads use the point's own numbers. A launch or a task whose cost is
-not known counts 0 seconds, and so does traffic without a rate: profiles from before these numbers predict as they did.
+Arithmetic and memory traffic do not overlap. A launch is an operation started by an engine. Its cost does not depend on
+its size, and dominates small networks. Profiles contain rates for each measured workload (`Rates`). Other workloads use
+the point's own rates. Unknown costs of launches, tasks and traffic count as 0 seconds, so that older profiles predict
+as before.
 
-What a task is sent and sends takes time besides, in which the board idles. Rates are a fleet's, as measured (`Link`):
+Transfers of a task take additional time, in which the device idles. Their rates are measured per fleet (`Link`):
 
     t = transfer_s + bytes / bytes_per_s
 """
@@ -24,72 +24,68 @@ from fedquilt import units
 from fedquilt.core import OperatingPoint, Rates, Work
 
 
-def rates(work: Work, point: OperatingPoint) -> Rates | OperatingPoint:
-    """Speed of a point for this work: that of its workload where it was measured, else the point's own numbers."""
+def select_rates(work: Work, point: OperatingPoint) -> Rates | OperatingPoint:
+    """Return the rates of a point for this workload, or the point's own if it was not measured."""
     return point.rates.get(work.workload, point)
 
 
-def seconds(work: Work, point: OperatingPoint) -> float | None:
-    """Seconds of the work at a point; None: there is no work, or a number of either is missing or out of range."""
-    speed = rates(work, point)
+def work_seconds(work: Work, point: OperatingPoint) -> float | None:
+    """Return the seconds of the work at a point, or None without work or without known rates."""
+    speed = select_rates(work, point)
     if work.flops > 0 and not speed.flops_per_s:
         return None
     arithmetic_s = work.flops / speed.flops_per_s if speed.flops_per_s else 0.0
     traffic_s = work.read_bytes / speed.bytes_per_s if speed.bytes_per_s else 0.0
     if work.flops <= 0 and not work.launches:
         return None
-    whole_s = _launch_s(work, speed) + arithmetic_s + traffic_s
+    whole_s = _overhead_seconds(work, speed) + arithmetic_s + traffic_s
     return whole_s if 0 < whole_s < math.inf else None
 
 
-def launch_s(work: Work, point: OperatingPoint) -> float:
-    """Seconds that the work takes at a point however little there is to compute: its task, and its launches.
-
-    0: neither cost is known.
-    """
-    return _launch_s(work, rates(work, point))
+def overhead_seconds(work: Work, point: OperatingPoint) -> float:
+    """Return the seconds for tasks and launches at a point, or 0 if their costs are unknown."""
+    return _overhead_seconds(work, select_rates(work, point))
 
 
-def _launch_s(work: Work, speed: Rates | OperatingPoint) -> float:
+def _overhead_seconds(work: Work, speed: Rates | OperatingPoint) -> float:
     found = work.tasks * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
     return found if math.isfinite(found) else 0.0
 
 
-def joules(duration_s: float, point: OperatingPoint) -> float | None:
-    """Joules of the whole board in that time; None: its power is unknown."""
+def work_joules(duration_s: float, point: OperatingPoint) -> float | None:
+    """Return the joules of the whole device for a duration, or None if its power is unknown."""
     return None if point.busy_w is None else point.busy_w * duration_s
 
 
 class Link(NamedTuple):
-    """What transfers of blobs cost between the coordinator and its boards."""
+    """Cost of transfers between the coordinator and a device."""
 
     transfer_s: float = 0.0  # of one task, whatever its size: messages, claims, waiting in queues
     bytes_per_s: float = math.inf
 
-    def seconds(self, size: int) -> float:
-        """Seconds of transfers of so many bytes in all."""
+    def transfer_seconds(self, size: int) -> float:
         return self.transfer_s + size / self.bytes_per_s
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Parse "2MB/s" or "2MB/s 50ms", the latter for each transfer besides.
+        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms".
 
         Raises:
-            ValueError: it is no such text; the message says what is one.
+            ValueError: If the text has another form, or the rate is 0.
         """
         rate, _, delay = text.strip().partition(" ")
         known = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
-        bytes_per_s = units.amount(rate, known, "rate")
+        bytes_per_s = units.parse_amount(rate, known, "rate")
         if bytes_per_s <= 0:
             raise ValueError(f"{text!r} is no link: nothing would ever arrive")
-        return cls(units.seconds(delay) if delay else 0.0, bytes_per_s)
+        return cls(units.parse_seconds(delay) if delay else 0.0, bytes_per_s)
 
     @staticmethod
-    def measured(transfers: Sequence[tuple[int, float]]) -> Link | None:
-        """Fit a link to tasks' transfers, as (bytes, seconds); None: fewer than three say anything.
+    def fit_link(transfers: Sequence[tuple[int, float]]) -> Link | None:
+        """Fit a link to transfers (bytes, seconds), or return None for fewer than three with bytes.
 
-        Where sizes are too much alike to tell what does not grow with them, or seem to take less the larger they are,
-        all the time counts as the bytes': more bytes are then predicted to take too long rather than too short.
+        If sizes differ by less than a factor of 2, or the fit is impossible, all time is attributed to the bytes.
+        Predictions for more bytes are then too long rather than too short.
         """
         known = [(size, seconds) for size, seconds in transfers if size > 0]
         if len(known) < 3:

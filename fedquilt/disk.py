@@ -1,8 +1,8 @@
-"""The disk: a seam through which coordinator and agent reach their files and databases, and its errors in sentences.
+"""File and database access of coordinator and agent, replaceable by a simulated disk.
 
-`Disk` is the machine's own. Each of its methods is a thin call, so that a simulation can have another one which
-loses, tears or refuses what is written (`fedquilt.testing.faults`). What a file holds is on the disk only
-after `sync` of the file, and that it has its name there only after `sync` of its folder.
+`Disk` is the machine's own. Its methods are thin, so that a simulation can lose, tear or refuse writes
+(`fedquilt.testing.faults`). The content of a file is durable only after `sync` of the file, and its name only after
+`sync` of its folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 from fedquilt.core import DiskFullError, StoreError
-from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, retry_without_descriptor, write_whole
+from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, retry_without_descriptor, write_fully
 from fedquilt.open_file import Place as Place
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
 
 class Found(NamedTuple):
-    """What a folder or a name holds."""
+    """Name, type and size of a file or folder, with modification time and inode."""
 
     name: str
     is_dir: bool
@@ -45,37 +45,30 @@ class Found(NamedTuple):
 
 
 class Lock:
-    """A lock on a file, held until `close` or the end of the process."""
-
     def __init__(self, file: int) -> None:
         self._file = file
 
-    def close(self) -> None:
-        """Release it."""
+    def release(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 class Disk:
-    """Files as this process sees them.
+    """File access of this process.
 
-    Methods that open a file wait while the process or the system has no file descriptor left.
-
-    Raises, from every method:
-        OSError: as the operating system has it.
+    Methods that open a file wait until a file descriptor is free. Every method may raise OSError.
     """
 
     withheld = 0  # bits of the modes of new files and folders that nobody gets, beside those of the process's umask
 
-    def wall_s(self) -> float:
-        """Seconds of the computer's wall clock."""
+    def wall_clock_s(self) -> float:
         return time.time()
 
     # -- what is there --
 
     def stat(self, path: Place) -> Found | None:
-        """What a path leads to; None: nothing."""
+        """Return information on a path, following links, or None if nothing exists there."""
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -83,11 +76,9 @@ class Disk:
         return _found_from_stat(os.path.basename(path), found)
 
     def is_file(self, path: Place) -> bool:
-        """Whether there is a file."""
         return os.path.isfile(path)
 
     def is_dir(self, path: Place) -> bool:
-        """Whether there is a folder."""
         return os.path.isdir(path)
 
     def entries(self, folder: Place) -> list[Found]:
@@ -100,14 +91,13 @@ class Disk:
         return found
 
     def free_bytes(self, folder: Place) -> int:
-        """Bytes that this user may still write."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
     # -- reading --
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
+        """Read `size` bytes from `offset`, or fewer at the end of the file. By default, read all."""
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
@@ -156,37 +146,36 @@ class Disk:
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file in place, so that others may see it half written.
+        """Write a whole file in place, without protection against partial writes.
 
         Args:
-            path: of the file.
-            payload: all that it holds afterwards.
-            new: the file must not exist yet.
+            path: Path of the file.
+            payload: Content of the file.
+            new: Whether the file must not exist yet.
         """
         file = open_descriptor(
-            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode
+            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._file_mode
         )
         try:
-            write_whole(file, payload, 0)
+            write_fully(file, payload, 0)
         finally:
             os.close(file)
 
     def ensure(self, path: Place) -> None:
         """Create an empty file, unless the file exists."""
         with suppress(FileExistsError):
-            os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
+            os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        """Write a part of an existing file."""
         file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            write_whole(file, payload, offset)
+            write_fully(file, payload, offset)
         finally:
             os.close(file)
 
     def resize(self, path: Place, size: int) -> None:
         """Set the size of a file, which is created if missing. Added bytes are a hole."""
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         try:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
@@ -194,11 +183,11 @@ class Disk:
             os.close(file)
 
     def open(self, path: Place) -> OpenFile:
-        """Open a file for reading and writing, which is made if it does not exist."""
-        return OpenFile(path, self._mode)
+        """Open a file for reading and writing, and create the file if missing."""
+        return OpenFile(path, self._file_mode)
 
-    def scratch(self, folder: Place) -> OpenFile:
-        """Open a file without a name, which is gone when it is closed or the process ends."""
+    def open_scratch(self, folder: Place) -> OpenFile:
+        """Open a file without a name, which is deleted on closing or when the process ends."""
         file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
@@ -212,49 +201,47 @@ class Disk:
             os.close(file)
 
     def replace(self, source: Place, target: Place) -> None:
-        """Rename a file, in place of the one at `target` if there is one; or a folder, to where there is none."""
+        """Rename a file over `target`, or a folder to a free path."""
         os.replace(source, target)
 
-    def link(self, source: Place, target: Place) -> None:
-        """Give a file a second name; what a symbolic link leads to is linked, not the symbolic link."""
+    def hard_link(self, source: Place, target: Place) -> None:
+        """Create a second name for a file. Of a symbolic link, its target is linked."""
         os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
 
     def symlink(self, target: str, path: Place) -> None:
-        """Make a symbolic link at `path`, where there is nothing, to `target`, as seen from its folder."""
         os.symlink(target, path)
 
-    def target(self, path: Place) -> str | None:
-        """What a symbolic link names, whether it is there or not; None: there is no such link."""
+    def read_link(self, path: Place) -> str | None:
+        """Return the text of a symbolic link, or None if the path is not a symbolic link."""
         return os.readlink(path) if os.path.islink(path) else None
 
     def unlink(self, path: Place) -> None:
-        """Remove a file; do nothing if there is none at the path."""
+        """Remove a file, and do nothing if the file does not exist."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def touch(self, path: Place) -> None:
-        """Set the time of a file's last change to now; do nothing if there is none at the path."""
         with suppress(FileNotFoundError):
             os.utime(path)
 
-    def permit(self, path: Place, mode: int) -> None:
-        """Set who may use a file or a folder, whatever the umask."""
+    def set_mode(self, path: Place, mode: int) -> None:
+        """Set the permission bits of a file or folder, regardless of the umask."""
         os.chmod(path, mode)
 
-    def make(self, folder: Place) -> None:
-        """Make a folder and those above it, as far as they are missing; `withheld` is for the folder alone."""
+    def make_folder(self, folder: Place) -> None:
+        """Create a folder with missing parents. `withheld` applies to the folder alone."""
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
-    def settle(self, folder: Place) -> None:
-        """Make a folder as `make` does, and wait until it has its name on the disk.
+    def make_durable_folder(self, folder: Place) -> None:
+        """Create a folder with missing parents, and wait until their names are on the disk.
 
-        A folder that is there already may lack it still: the process that made it may have ended before it waited.
+        An existing folder is synced too, because its creator may have ended before the sync.
         """
         place, unsure = os.fspath(folder), [os.fspath(folder)]
         while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
             unsure.append(above)
             place = above
-        self.make(folder)
+        self.make_folder(folder)
         for each in unsure:
             with suppress(
                 PermissionError
@@ -269,16 +256,15 @@ class Disk:
             _empty_folder(path)
             os.rmdir(path)
 
-    def clear(self, folder: Place) -> None:
-        """Make a folder if it is missing, and remove its content."""
-        self.make(folder)
+    def clear_folder(self, folder: Place) -> None:
+        self.make_folder(folder)
         _empty_folder(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """Copy a file that another process may write meanwhile to a new file, and return the sha256 of the copy.
+        """Copy a file that another process may change to a new file, and return the copy's sha256.
 
         Raises:
-            OSError: If the source is a link, a pipe or another special file, or has more than `most_bytes`.
+            OSError: If the source is a link or a special file, or has more than `most_bytes`.
         """
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
@@ -295,16 +281,16 @@ class Disk:
 
     # -- made of these --
 
-    def usage(self, path: Place) -> tuple[int, int]:
-        """Return the time of the latest change in ns and the size in bytes of a file, or of a folder with its content.
+    def measure_usage(self, path: Place) -> tuple[int, int]:
+        """Return the latest modification time in ns and the size in bytes of a file or folder tree.
 
-        Links are not followed. Each entry counts as `ENTRY_BYTES` beside its content.
+        Links are not followed. Each entry counts as `ENTRY_BYTES` in addition to its content.
         """
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
         while folders:
             place, found = folders.pop()
             size += ENTRY_BYTES
-            if found is None or self.target(place) is not None:
+            if found is None or self.read_link(place) is not None:
                 continue
             latest_ns = max(latest_ns, found.mtime_ns)
             if found.is_dir:
@@ -313,15 +299,14 @@ class Disk:
                 size += found.size
         return latest_ns, size
 
-    def digest(self, path: Place) -> str:
-        """Hash (sha256) of a file, read piece by piece."""
+    def hash_file(self, path: Place) -> str:
         sha256 = hashlib.sha256()
         for piece in self.read_pieces(path):
             sha256.update(piece)
         return sha256.hexdigest()
 
     def copy(self, source: Place, target: Place) -> str:
-        """Copy a file to where there is none, and return the sha256 of the copy."""
+        """Copy a file to a path that must be free, and return the sha256 of the copy."""
         sha256, offset = hashlib.sha256(), 0
         self.write(target, b"", new=True)
         for piece in self.read_pieces(source):
@@ -330,19 +315,16 @@ class Disk:
             offset += len(piece)
         return sha256.hexdigest()
 
-    def point(self, path: Place, target: str) -> None:
-        """Let a symbolic link name `target`: at any moment it names either that or what it named before."""
+    def repoint_link(self, path: Place, target: str) -> None:
+        """Replace the target of a symbolic link atomically and durably."""
         part = f"{path}.part"
         self.unlink(part)
         self.symlink(target, part)
         self.replace(part, path)
         self.sync(os.path.dirname(path) or ".")
 
-    def put(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
-        """Write a small file, so that at any moment it has either the old or the new content.
-
-        With `durable` it is on the disk under its name when this returns.
-        """
+    def write_atomically(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
+        """Write a small file atomically, and durably with `durable`."""
         part = f"{path}.part"
         self.write(part, payload)
         if durable:
@@ -372,7 +354,7 @@ class Disk:
 
         `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
         """
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         for left in reversed(range(tries)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -384,14 +366,14 @@ class Disk:
         return None
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """Open an SQLite database, created if missing, in which each statement is a transaction by default.
+        """Open an SQLite database in autocommit mode, and create it if missing.
 
         Args:
-            path: of the database.
-            any_thread: whether threads may use it, one at a time.
+            path: Path of the database.
+            any_thread: Whether several threads may use the connection, one at a time.
 
         Raises:
-            sqlite3.Error: it cannot be opened.
+            sqlite3.Error: If the database cannot be opened.
         """
         import sqlite3  # of no use to an agent
 
@@ -401,15 +383,15 @@ class Disk:
     def _create_file(self, path: Place) -> BinaryIO:
         """Create a file, which must not exist, and open it for writing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return builtins.open(open_descriptor(path, flags, self._mode), "wb")
+        return builtins.open(open_descriptor(path, flags, self._file_mode), "wb")
 
     @property
-    def _mode(self) -> int:
+    def _file_mode(self) -> int:
         return 0o666 & ~self.withheld
 
 
 class Private(Disk):
-    """A `Disk` whose new files and folders are for this user alone, whatever the umask."""
+    """`Disk` whose new files and folders are accessible to this user alone."""
 
     withheld = 0o077
 
@@ -465,7 +447,6 @@ def _try_unlink(name: str, folder: int) -> bool:
 
 
 def _open_folder(path: Place, above: int | None = None) -> int:
-    """Open a folder, and give its owner the right to read and change it if that was taken away."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=above, follow_symlinks=False):
         place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
@@ -480,29 +461,19 @@ def _open_folder(path: Place, above: int | None = None) -> int:
 # -- sentences ------------------------------------------------------------------------------------
 
 
-def write(file: Path, text: str) -> None:
-    """Write a command's output as UTF-8 text; missing folders on the way are created.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    ready(file)
+def write_output(file: Path, text: str) -> None:
+    make_output_folder(file)
     with doing(f"write {file}", "name another file"):
         file.write_text(text, encoding="utf-8")
 
 
-def ready(file: Path) -> None:
-    """Create the missing folders on the way to a command's output.
-
-    Raises:
-        StoreError: they cannot be created.
-    """
+def make_output_folder(file: Path) -> None:
     with doing(f"write {file}", "name another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
 class doing(AbstractContextManager[None]):
-    """Turn an OSError into a StoreError: "cannot `what`: ...; the mend"."""
+    """Context manager that converts an OSError to a StoreError, or to DiskFullError on a full disk."""
 
     def __init__(self, what: str, when_full: str = "free some space or use another home") -> None:
         self._what, self._when_full = what, when_full

@@ -1,8 +1,8 @@
-"""Enrolment messages between a board and the endpoint, and storage of secrets.
+"""Enrolment messages between a device and the enrolment server, and storage of secrets.
 
-One JSON object each way over HTTPS: a `Request` (a signing request; with a one-time token to enrol,
-without one to renew) and an `Answer` (a certificate, or a sentence with the reason). Both are
-bounded and strictly decoded. Keys never travel.
+Each direction is one JSON object over HTTPS: a `Request` (signing request, with a one-time token to enrol and without
+one to renew) and an `Answer` (certificate, or a reason). Both are limited in size and strictly decoded. Private keys
+are never sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Request to sign `csr`: PKCS#10, PEM, for the common name `device`; `token` only to enrol."""
+    """Certificate signing request (PKCS#10, PEM) of a device, with a one-time token for enrolment."""
 
     device: Name
     csr: Pem
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Certificate, PEM, or None and the reason in a sentence that names the mend."""
+    """Issued certificate (PEM), or None with the reason for the refusal."""
 
     certificate: Pem | None = None
     reason: Annotated[str, Meta(max_length=1000)] = ""
@@ -46,11 +46,11 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 M = TypeVar("M", bound=msgspec.Struct)
 
 
-def decode(body: bytes, kind: type[M]) -> M:
-    """Decode the message in `body`.
+def decode_message(body: bytes, kind: type[M]) -> M:
+    """Decode an enrolment message.
 
     Raises:
-        WireError: too large, not JSON, or of another kind. It quotes nothing: the body may hold a token.
+        WireError: If the body is too large, not JSON, or of another type. The body is not quoted, because of the token.
     """
     if len(body) > MAX_BODY:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
@@ -60,20 +60,19 @@ def decode(body: bytes, kind: type[M]) -> M:
         raise WireError(f"this is no enrolment {kind.__name__.lower()}: {error}") from None
 
 
-def due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
-    """Whether a certificate should be renewed now: in the last third of its life, or if the clock is before it.
+def is_renewal_due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
+    """Return whether a certificate is due for renewal: in the last third of its validity.
 
-    A certificate is made before it is used, so a clock before its beginning is wrong (a board
-    without a battery may say 1970): the endpoint, whose clock is right, then decides.
+    The result is also True before its validity, because then the device's clock is wrong. The enrolment server decides.
     """
     return now < begins or now >= ends - (ends - begins) * DUE_SHARE
 
 
-def keep(path: Path, data: bytes, mode: int) -> None:
-    """Write a file at once or not at all; at no moment can others read a secret (mode 0o600).
+def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
+    """Write a file atomically and durably, with these permission bits from the beginning.
 
     Raises:
-        StoreError: the folder cannot be written.
+        StoreError: If the file cannot be written.
     """
     with disk.doing(f"write {path}"):
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -93,8 +92,8 @@ def keep(path: Path, data: bytes, mode: int) -> None:
 # -- certificates, where the cryptography library is installed -------------------------------------
 
 
-def key_id(public: Any) -> str:
-    """Fingerprint of a public key for people to compare: SHA-256 (SubjectPublicKeyInfo, DER) in hex."""
+def key_fingerprint(public: Any) -> str:
+    """Return the fingerprint of a public key: SHA-256 of its SubjectPublicKeyInfo (DER), in hex."""
     import hashlib
 
     from cryptography.hazmat.primitives import serialization
@@ -104,7 +103,7 @@ def key_id(public: Any) -> str:
 
 
 def common_name(named: Any) -> str | None:
-    """The only common name of a certificate or signing request; None if there is none, or several."""
+    """Return the only common name of a certificate or request, or None if there are none or several."""
     from cryptography.x509.oid import NameOID
 
     found = named.subject.get_attributes_for_oid(NameOID.COMMON_NAME)

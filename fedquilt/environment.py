@@ -1,7 +1,7 @@
-"""Virtual environments made by hand from wheels: no pip, no network. Standard library only.
+"""Creation of virtual environments from wheels, without pip and network.
 
-A wheel is an archive, and a virtual environment a few links. So one can be made for a board whose Python does not run
-here, and by a board that has neither pip nor an index. `fedquilt flash` puts this file beside its install.py.
+Only the standard library is used, so that an environment can be made for a device with another Python, and on a device
+without pip. `fedquilt flash` copies this file to the device beside install.py.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m f
 
 
 class Odd(Exception):
-    """A wheel that would write outside the environment, or more than was announced; the text says which."""
+    """Error for a wheel that is damaged, too large, or would write outside the environment."""
 
 
-def unpack(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
+def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
     """Unpack wheels into a folder of packages.
 
     Args:
-        wheels: names and files.
-        packages: the folder, made if missing.
-        most_bytes: that all files together may have.
+        wheels: Names and files of the wheels.
+        packages: Target folder, created if missing.
+        most_bytes: Limit on the size of all files together.
 
     Raises:
-        Odd: a wheel is no archive, would write elsewhere, or has more bytes.
-        OSError: it cannot be written.
+        Odd: If a wheel is damaged, exceeds the limit, or would write outside the folder.
+        OSError: If a file cannot be written.
     """
     packages.mkdir(parents=True, exist_ok=True)
     left = most_bytes
@@ -44,7 +44,7 @@ def unpack(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_
         try:
             with zipfile.ZipFile(file) as archive:
                 for entry in archive.infolist():
-                    inside = _inside(name, entry.filename)
+                    inside = _installed_path(name, entry.filename)
                     if inside is None or entry.is_dir():
                         continue
                     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -61,8 +61,8 @@ def unpack(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_
             raise Odd(f"{name} is no whole wheel ({error})") from None
 
 
-def _inside(wheel: str, filename: str) -> PurePosixPath | None:
-    """Where a file of a wheel goes; None: nowhere (scripts, headers)."""
+def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
+    # None stands for files that are not installed, such as scripts and headers.
     inside = PurePosixPath(filename)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         raise Odd(f"{wheel} would write to {filename}")
@@ -73,22 +73,21 @@ def _inside(wheel: str, filename: str) -> PurePosixPath | None:
     return PurePosixPath(*inside.parts[2:])
 
 
-def packages(home: Path, python: str) -> Path:
-    """Folder of an environment's packages; `python`: its version, such as "3.10"."""
+def packages_folder(home: Path, python: str) -> Path:
     return home / "lib" / f"python{python}" / "site-packages"
 
 
-def furnish(home: Path, python: str, interpreter: str, *, system_packages: bool) -> None:
-    """Make an environment of a folder that has packages: interpreter, pyvenv.cfg and the command.
+def make_environment(home: Path, python: str, interpreter: str, *, system_packages: bool) -> None:
+    """Complete a folder with packages to a virtual environment with the command `fedquilt`.
 
     Args:
-        home: the folder.
-        python: version of Python, such as "3.10".
-        interpreter: its path where the environment will be used.
-        system_packages: let it see the packages of that Python's own.
+        home: Folder of the environment.
+        python: Python version, such as "3.10".
+        interpreter: Path of the interpreter where the environment is used.
+        system_packages: Whether packages of the interpreter are visible.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If a file cannot be written.
     """
     (home / "bin").mkdir()
     for name in ("python", "python3"):
@@ -101,16 +100,18 @@ def furnish(home: Path, python: str, interpreter: str, *, system_packages: bool)
     command.chmod(0o755)
 
 
-def compiled(home: Path, python: str, seen_as: str) -> bool:
-    """Compile the packages if this Python is of that version; whether it is."""
+def compile_packages(home: Path, python: str, seen_as: str) -> bool:
+    """Compile the packages, or return False if this Python is of another version."""
     if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
-    compileall.compile_dir(str(packages(home, python)), quiet=2, stripdir=str(home), prependdir=seen_as, workers=1)
+    compileall.compile_dir(
+        str(packages_folder(home, python)), quiet=2, stripdir=str(home), prependdir=seen_as, workers=1
+    )
     return True
 
 
-def open_to_all(home: Path) -> None:
-    """Let everybody read what is in a folder, whatever the mask was: files keep whether they can be executed."""
+def make_world_readable(home: Path) -> None:
+    """Give all users read access to a folder's content, and preserve executability."""
     for folder, folders, names in os.walk(home):
         for name in (*folders, *names):
             path = Path(folder, name)

@@ -1,7 +1,7 @@
-"""Sums of an evaluation: devices send them, coordinators add them up, and metrics follow from the total.
+"""Sums of evaluations, which devices send, and the metrics computed from their total.
 
-Counts are whole numbers and sums of floats are exact, so the total does not depend on how examples are grouped into
-devices and sites. Light (no numpy): views of a log compute metrics from it.
+Counts are integers and sums of floats are exact, so the total does not depend on the grouping of examples into devices
+and sites. This module needs no numpy, because views of the event log compute metrics.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ DIGITS: Final = 3  # to which a device's own main metric is rounded among those 
 
 
 class OverDevices(NamedTuple):
-    """The main metric over devices, each of which counts once."""
-
     devices: int
     mean: float
     worst_decile: float  # mean of the worst tenth of the devices, at least one
@@ -35,7 +33,7 @@ class OverDevices(NamedTuple):
 
 
 def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
-    """Return the floats whose sum is exactly that of the numbers: always the same ones, whatever the order."""
+    """Return the canonical floats whose exact sum is that of the numbers, in any order."""
     left, found = [float(each) for each in numbers], list[float]()
     while rounded := math.fsum(left):
         found.append(rounded)
@@ -44,45 +42,47 @@ def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Pack counts as variable-length integers of seven bits a byte. A 0 is followed by the length of its run."""
+    """Pack counts as variable-length integers of 7 bits per byte.
+
+    A run of zeros is packed as 0 and its length. Zeros at the end are omitted.
+    """
     packed, zeros = bytearray(), 0
     for count in counts:
         if not count:
             zeros += 1
             continue
         if zeros:
-            _put(packed, 0)
-            _put(packed, zeros)
+            _append_varint(packed, 0)
+            _append_varint(packed, zeros)
             zeros = 0
-        _put(packed, count)
+        _append_varint(packed, count)
     return bytes(packed)  # zeros at the end are left out
 
 
 def unpack_counts(packed: bytes, size: int) -> list[int]:
-    """Return the counts that were packed.
+    """Unpack counts from `pack_counts`.
 
     Args:
-        packed: Result of `pack_counts`.
+        packed: Packed counts.
         size: Number of counts.
 
     Raises:
-        UpdateError: If there are more of them, or the bytes end within a number.
+        UpdateError: If there are more than `size` counts, or the bytes end within a number.
     """
     found = [0] * size
-    for place, count in _nonzero(packed, size):
+    for place, count in _unpack_nonzero(packed, size):
         found[place] = count
     return found
 
 
-def _put(packed: bytearray, number: int) -> None:
+def _append_varint(packed: bytearray, number: int) -> None:
     while number > 127:
         packed.append(number & 127 | 128)
         number >>= 7
     packed.append(number)
 
 
-def _nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Yield place and count of each count that is not 0."""
+def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
     place = number = shift = 0
     after_zero = False
     for byte in packed:
@@ -106,35 +106,33 @@ def _nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
         raise UpdateError("packed counts end within a number")
 
 
-def _rows(numbers: Sequence[int], width: int) -> list[list[int]]:
+def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:
     return [list(numbers[start : start + width]) for start in range(0, len(numbers), width)]
 
 
-def bins_of(outputs: int) -> int:
-    """Return the number of bins of each histogram of probabilities, or 0 if there are none."""
+def histogram_bins(outputs: int) -> int:
+    """Return the number of bins per probability histogram, or 0 for many outputs."""
     return min(3000 // outputs, 400) if outputs <= DETAILED else 0
 
 
-def counts_of(task: TaskKind, outputs: int) -> int:
-    """Return how many numbers `EvaluationSums.counts` holds."""
+def counts_length(task: TaskKind, outputs: int) -> int:
     if task == "regression":
         return 0
     return outputs**2 if task == "classes" and outputs <= DETAILED else 3 * outputs
 
 
-def scores_of(task: TaskKind, outputs: int) -> int:
-    """Return how many numbers `EvaluationSums.scores` holds."""
-    return 0 if task == "regression" else 2 * outputs * bins_of(outputs)
+def scores_length(task: TaskKind, outputs: int) -> int:
+    return 0 if task == "regression" else 2 * outputs * histogram_bins(outputs)
 
 
 # -- totals ---------------------------------------------------------------------------------------
 
 
 def add_evaluations(given: Iterable[EvaluationSums]) -> EvaluationSums | None:
-    """Add evaluations of different devices, or totals of sites. Return None if none of them has an example.
+    """Add evaluations of different devices or sites, or return None without examples.
 
     Raises:
-        UpdateError: If they differ in their task or the number of outputs.
+        UpdateError: If tasks or numbers of outputs differ.
     """
     parts = [each for each in given if each.examples]
     if not parts:
@@ -147,24 +145,24 @@ def add_evaluations(given: Iterable[EvaluationSums]) -> EvaluationSums | None:
         )
     devices = Counter[float]()
     for part in parts:
-        devices.update(dict(part.devices) or {_rounded(main_value(part)): 1})
+        devices.update(dict(part.devices) or {_round_digits(main_metric_value(part)): 1})
     return EvaluationSums(
         examples=sum(part.examples for part in parts),
         task=task,
         outputs=outputs,
-        loss=_sum_of(part.loss for part in parts),
-        counts=_add_counts([part.counts for part in parts], counts_of(task, outputs)),
+        loss=_combine_sums(part.loss for part in parts),
+        counts=_add_counts([part.counts for part in parts], counts_length(task, outputs)),
         whole=sum(part.whole for part in parts),
-        scores=_add_counts([part.scores for part in parts], scores_of(task, outputs)),
-        absolute=_sum_of(part.absolute for part in parts),
-        squares=tuple(map(_sum_of, zip(*(part.squares for part in parts), strict=True))),
-        targets=tuple(map(_sum_of, zip(*(part.targets for part in parts), strict=True))),
-        target_squares=tuple(map(_sum_of, zip(*(part.target_squares for part in parts), strict=True))),
+        scores=_add_counts([part.scores for part in parts], scores_length(task, outputs)),
+        absolute=_combine_sums(part.absolute for part in parts),
+        squares=tuple(map(_combine_sums, zip(*(part.squares for part in parts), strict=True))),
+        targets=tuple(map(_combine_sums, zip(*(part.targets for part in parts), strict=True))),
+        target_squares=tuple(map(_combine_sums, zip(*(part.target_squares for part in parts), strict=True))),
         devices=tuple(sorted(devices.items())),
     )
 
 
-def _sum_of(sums: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+def _combine_sums(sums: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     return exact_sum(number for each in sums for number in each)
 
 
@@ -173,35 +171,35 @@ def _add_counts(packed: Sequence[bytes], size: int) -> bytes:
         return packed[0]
     found = [0] * size
     for each in packed:
-        for place, count in _nonzero(each, size):
+        for place, count in _unpack_nonzero(each, size):
             found[place] += count
     return pack_counts(found)
 
 
-def _rounded(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def confusion(sums: EvaluationSums) -> list[list[int]] | None:
-    """Return the rows of the confusion matrix (true class, predicted class), or None if there is none."""
+def confusion_matrix(sums: EvaluationSums) -> list[list[int]] | None:
+    """Return the confusion matrix (true class, predicted class), or None without one."""
     if sums.task != "classes" or sums.outputs > DETAILED:
         return None
-    return _rows(unpack_counts(sums.counts, sums.outputs**2), sums.outputs)
+    return _split_rows(unpack_counts(sums.counts, sums.outputs**2), sums.outputs)
 
 
-def inconsistency(sums: EvaluationSums) -> str:
-    """Return which sums contradict each other, or "" if an evaluation can have these sums."""
+def find_inconsistency(sums: EvaluationSums) -> str:
+    """Return a contradiction between the sums of an evaluation, or "" if there is none."""
     if not sums.examples:
         return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums of no example"
     every = [sums.loss, sums.absolute, *sums.squares, *sums.targets, *sums.target_squares]
     if not all(abs(each) <= SUM_MOST for part in every for each in part):
         return f"a sum that is not a number up to {SUM_MOST:g}"
     if sums.task == "regression":
-        return _odd_errors(sums)
+        return _find_error_inconsistency(sums)
     if sums.absolute or sums.squares or sums.targets or sums.target_squares:
         return f"sums of a regression, and its task is {sums.task!r}"
-    outcomes, matrix = outcomes_of(sums), confusion(sums)
-    right, wrong, missed = _totals(outcomes)
+    outcomes, matrix = count_outcomes(sums), confusion_matrix(sums)
+    right, wrong, missed = _sum_outcomes(outcomes)
     classes = sums.task == "classes"
     if classes and (right + missed != sums.examples or wrong != missed or sums.whole):
         return f"counts of {right + missed} examples, and it has {sums.examples}"
@@ -209,15 +207,15 @@ def inconsistency(sums: EvaluationSums) -> str:
         return f"more outcomes of a label than its {sums.examples} examples"
     if not classes and sums.whole > sums.examples - max(wrong + missed for _, wrong, missed in outcomes):
         return f"{sums.whole} examples without a wrong label, and more wrong ones than are left"
-    bins = bins_of(sums.outputs)
-    rows = _rows(unpack_counts(sums.scores, scores_of(sums.task, sums.outputs)), bins) if bins else []
+    bins = histogram_bins(sums.outputs)
+    rows = _split_rows(unpack_counts(sums.scores, scores_length(sums.task, sums.outputs)), bins) if bins else []
     true = [sum(row) for row in matrix] if matrix else [right + missed for right, _, missed in outcomes]
     if any(sum(rows[2 * at]) != n or sum(rows[2 * at + 1]) != sums.examples - n for at, n in enumerate(true) if rows):
         return "histograms of another number of examples than its counts"
     return ""
 
 
-def _odd_errors(sums: EvaluationSums) -> str:
+def _find_error_inconsistency(sums: EvaluationSums) -> str:
     detailed = sums.outputs if sums.outputs <= DETAILED else 0
     if sums.counts or sums.scores or sums.whole:
         return "counts of classes, and its task is 'regression'"
@@ -235,13 +233,13 @@ def _odd_errors(sums: EvaluationSums) -> str:
     return ""
 
 
-def odd_devices(sums: EvaluationSums, boards: int, metric_most: float) -> str:
-    """Return what is wrong with the devices of an evaluation, or "".
+def find_device_inconsistency(sums: EvaluationSums, boards: int, metric_most: float) -> str:
+    """Return a contradiction in the device values of an evaluation, or "" if there is none.
 
     Args:
-        sums: Evaluation of one device or of a site, without other inconsistencies.
-        boards: The most devices that it may speak for, or 0 if it may speak for itself alone.
-        metric_most: Largest value of the main metric.
+        sums: Evaluation of a device or a site, consistent otherwise.
+        boards: Maximum number of devices of a site, or 0 for a single device.
+        metric_most: Largest possible value of the main metric.
     """
     values = [value for value, _ in sums.devices]
     if not boards or not sums.examples:
@@ -251,7 +249,7 @@ def odd_devices(sums: EvaluationSums, boards: int, metric_most: float) -> str:
     count = sum(number for _, number in sums.devices)
     if count > boards or any(not number for _, number in sums.devices):
         return f"values of {count} devices, and it may speak for {boards}"
-    main = main_value(sums)
+    main = main_metric_value(sums)
     if not values[0] / ROUNDING <= main <= values[-1] * ROUNDING:
         return f"a main metric of {main:g} beyond that of each of its devices"
     return ""
@@ -260,45 +258,45 @@ def odd_devices(sums: EvaluationSums, boards: int, metric_most: float) -> str:
 # -- metrics --------------------------------------------------------------------------------------
 
 
-def main_value(sums: EvaluationSums) -> float:
-    """Return the main metric of the task: accuracy, RMSE or label accuracy. There is one example at least."""
+def main_metric_value(sums: EvaluationSums) -> float:
+    """Return the main metric: accuracy, RMSE or label accuracy. Requires at least one example."""
     if sums.task == "regression":
         return math.sqrt(math.fsum(each for part in sums.squares for each in part) / (sums.examples * sums.outputs))
-    right, wrong, missed = _totals(outcomes_of(sums))
+    right, wrong, missed = _sum_outcomes(count_outcomes(sums))
     if sums.task == "classes":
         return right / sums.examples
     return 1 - (wrong + missed) / (sums.examples * sums.outputs)
 
 
-def metrics_of(sums: EvaluationSums) -> dict[str, float]:
-    """Return the metrics of an evaluation by name, the main one first. Without an example there are none.
+def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
+    """Return the metrics of an evaluation by name, the main one first, or {} without examples.
 
-    Macro averages are over the classes or labels that occur in targets or predictions. Metrics that are not defined,
-    as R² where no target varies, are left out. "auc" is that of the histograms, from which that of the probabilities
-    themselves differs by up to "auc_error".
+    Macro averages are over classes or labels that occur in targets or predictions. Undefined metrics are left out, such
+    as R² without varying targets. "auc" is computed from histograms and differs from the exact AUC by at most
+    "auc_error".
     """
     if not sums.examples:
         return {}
-    main = main_value(sums)
+    main = main_metric_value(sums)
     if sums.task == "regression":
         mean_absolute = math.fsum(sums.absolute) / (sums.examples * sums.outputs)
         r2 = _r2(sums)
         found = {"rmse": main, "mae": mean_absolute, **({} if r2 is None else {"r2": r2})}
     else:
-        outcomes = outcomes_of(sums)
+        outcomes = count_outcomes(sums)
         found = {"accuracy" if sums.task == "classes" else "label_accuracy": main}
         if sums.task == "labels":
             found["exact_match"] = sums.whole / sums.examples
-        found |= {**_rates(outcomes, balanced=sums.task == "classes"), **_auc(sums)}
+        found |= {**_precision_and_recall(outcomes, balanced=sums.task == "classes"), **_auc(sums)}
     return {**found, "loss": math.fsum(sums.loss) / sums.examples}
 
 
-def over_devices(sums: EvaluationSums, *, higher: bool) -> OverDevices | None:
-    """Summarise the main metric over the devices of a total, or return None for a single device's evaluation.
+def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> OverDevices | None:
+    """Summarise the main metric over the devices of a total, or return None for a single device.
 
     Args:
-        sums: Total of devices.
-        higher: Whether a larger value of the main metric is better.
+        sums: Total of the devices.
+        higher: Whether larger values of the main metric are better.
     """
     if not sums.devices:
         return None
@@ -313,30 +311,29 @@ def over_devices(sums: EvaluationSums, *, higher: bool) -> OverDevices | None:
     return OverDevices(count, mean, math.fsum(worst) / tenth, math.sqrt(squares / count))
 
 
-def outcomes_of(sums: EvaluationSums) -> list[tuple[int, int, int]]:
-    """Return true positives, false positives and false negatives of each output."""
-    rows = confusion(sums)
+def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
+    """Return the numbers of true positives, false positives and false negatives per output."""
+    rows = confusion_matrix(sums)
     if rows is None:
         counts = unpack_counts(sums.counts, 3 * sums.outputs)
-        return [(right, wrong, missed) for right, wrong, missed in _rows(counts, 3)]
+        return [(right, wrong, missed) for right, wrong, missed in _split_rows(counts, 3)]
     predicted = [sum(column) for column in zip(*rows, strict=True)]
     return [(row[at], predicted[at] - row[at], sum(row) - row[at]) for at, row in enumerate(rows)]
 
 
-def _totals(outcomes: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+def _sum_outcomes(outcomes: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
     right, wrong, missed = (sum(column) for column in zip(*outcomes, strict=True))
     return right, wrong, missed
 
 
-def _rates(outcomes: Sequence[tuple[int, int, int]], *, balanced: bool) -> dict[str, float]:
-    """Return precision, recall and F1 of outputs, macro and micro. A rate of nothing is 0."""
+def _precision_and_recall(outcomes: Sequence[tuple[int, int, int]], *, balanced: bool) -> dict[str, float]:
     present = [each for each in outcomes if any(each)]
     if not present:
         return {}
-    precisions = [_share(right, right + wrong) for right, wrong, _ in present]
-    recalls = [_share(right, right + missed) for right, _, missed in present]
-    f1s = [_share(2 * right, 2 * right + wrong + missed) for right, wrong, missed in present]
-    right, wrong, missed = _totals(present)
+    precisions = [_ratio(right, right + wrong) for right, wrong, _ in present]
+    recalls = [_ratio(right, right + missed) for right, _, missed in present]
+    f1s = [_ratio(2 * right, 2 * right + wrong + missed) for right, wrong, missed in present]
+    right, wrong, missed = _sum_outcomes(present)
     found = {}
     if balanced:
         true = [right / (right + missed) for right, _, missed in present if right + missed]
@@ -346,13 +343,13 @@ def _rates(outcomes: Sequence[tuple[int, int, int]], *, balanced: bool) -> dict[
         "macro_precision": _mean(precisions),
         "macro_recall": _mean(recalls),
         "macro_f1": _mean(f1s),
-        "micro_precision": _share(right, right + wrong),
-        "micro_recall": _share(right, right + missed),
-        "micro_f1": _share(2 * right, 2 * right + wrong + missed),
+        "micro_precision": _ratio(right, right + wrong),
+        "micro_recall": _ratio(right, right + missed),
+        "micro_f1": _ratio(2 * right, 2 * right + wrong + missed),
     }
 
 
-def _share(part: int, whole: int) -> float:
+def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
@@ -361,11 +358,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _auc(sums: EvaluationSums) -> dict[str, float]:
-    """Return the mean AUC over outputs that have positive and negative examples, and its largest error."""
-    bins = bins_of(sums.outputs)
+    bins = histogram_bins(sums.outputs)
     if not bins:
         return {}
-    rows, areas, errors = _rows(unpack_counts(sums.scores, 2 * sums.outputs * bins), bins), list[float](), list[float]()
+    rows, areas, errors = (
+        _split_rows(unpack_counts(sums.scores, 2 * sums.outputs * bins), bins),
+        list[float](),
+        list[float](),
+    )
     for positive, negative in zip(rows[::2], rows[1::2], strict=True):
         pairs = sum(positive) * sum(negative)
         if pairs:
@@ -378,7 +378,6 @@ def _auc(sums: EvaluationSums) -> dict[str, float]:
 
 
 def _r2(sums: EvaluationSums) -> float | None:
-    """Return the mean R² over outputs whose targets vary, or None if none does."""
     left = []
     for errors, targets, squares in zip(sums.squares, sums.targets, sums.target_squares, strict=False):
         spread = (
@@ -393,5 +392,4 @@ def _r2(sums: EvaluationSums) -> float | None:
 
 
 def exact_fraction(numbers: tuple[float, ...]) -> Fraction:
-    """Return the sum of the numbers without rounding."""
     return sum(map(Fraction, numbers), Fraction())

@@ -1,17 +1,17 @@
-"""Exact sums: their bits depend neither on the order of the addends nor on how these are grouped.
+"""Exact sums of arrays, bit-identical for any order and grouping of the addends.
 
-A sum of arrays is kept as limbs: arrays of the same shape that add up to it. Each addend is added to the first limb,
-what rounding loses of that to the second, and so on, by Knuth's TwoSum, which loses nothing (Knuth, The Art of Computer
-Programming, vol. 2, 4.2.2, theorem B). So the limbs add up to the addends exactly, in whatever order these came; they
-are rounded once, when the value is asked for (Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997).
+A sum is stored as limbs: arrays of the same shape that add up to it. Each addend is added to the first limb, the
+rounding error to the second, and so on, by Knuth's error-free TwoSum (Knuth, The Art of Computer Programming, vol. 2,
+4.2.2, theorem B). The limbs therefore add up to the addends exactly. They are rounded once, when the value is read
+(Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997).
 
-What is added is `array * weight` in float64: exact where float32 meets a whole weight below 2^29, else rounded once,
-by itself. Finite numbers below 1.3e154 may be added up 2^53 times, which is no limit to any round.
+An addend is `array * weight` in float64: exact for float32 and integer weights below 2^29, otherwise rounded once.
+Finite numbers below 1.3e154 may be added up 2^53 times.
 
-Memory: 12 bytes an entry, the second limb in float32, as long as that is exact: for n boards of up to 2^14 examples
-while the magnitudes that meet in an entry differ by less than 2^40 / n^2. Then the second limb is float64: 16 bytes. A
-third one is made where they differ by more than 2^50 / n^2. Small arrays have their second limb in float64.
-Within `laid` the limbs of large arrays are on the disk, and in memory only while something is added to them.
+Memory: 12 bytes per entry while a float32 second limb is exact, which holds for n devices of up to 2^14 examples whose
+magnitudes in an entry differ by less than 2^40 / n^2. Then 16 bytes with a float64 second limb. A third limb is added
+if magnitudes differ by more than 2^50 / n^2. Small arrays always have a float64 second limb. Within `sums_on_disk`,
+limbs of large arrays are stored on the disk, and are in memory only during an addition.
 """
 
 from __future__ import annotations
@@ -37,30 +37,29 @@ SHORT: Final = 1 << 16  # entries from which on the second limb begins as float3
 
 @dataclass(frozen=True)
 class Total:
-    """Exact sum of arrays; of integers (counters) the largest instead.
+    """Exact sum of floating-point arrays, or maximum of integer arrays (counters).
 
     Attributes:
-        limbs: arrays of the sum's shape, whose exact sum it is: float64, then float32 or float64. One of integers.
-            Those on the disk are `on_disk.OnDisk`, which numpy reads where it needs them.
+        limbs: Arrays whose exact sum this is, float64 and then float32 or float64, or a single integer array. Limbs on
+            the disk are `OnDisk` arrays, which numpy reads on use.
     """
 
     limbs: tuple[np.ndarray, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the sum."""
         return self.limbs[0].shape
 
     @property
-    def counter(self) -> bool:
-        """Whether it is of integers."""
+    def is_counter(self) -> bool:
+        """Whether the arrays are integers (counters), summarised by their maximum."""
         return self.limbs[0].dtype.kind in "iu"
 
-    def value(self) -> np.ndarray:
-        """The sum rounded to float64, to nearest, and 0 without a sign; of integers the largest."""
+    def rounded_value(self) -> np.ndarray:
+        """Return the sum rounded to float64, without negative zeros, or the maximum of integers."""
         first, *rest = map(np.asarray, self.limbs)
-        if self.counter or not rest:
-            return np.array(first) if self.counter else first + np.float64(0)
+        if self.is_counter or not rest:
+            return np.array(first) if self.is_counter else first + np.float64(0)
         found = np.asarray(first + rest[0], np.float64)
         if len(rest) > 1:
             odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
@@ -68,35 +67,35 @@ class Total:
         return np.add(found, 0.0, out=found)
 
 
-def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
-    """Add `array * weight` to a sum, in place: the sum given is part of the one returned, and no longer of use.
+def add_to_sum(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
+    """Add `array * weight` to a sum in place. The given sum must not be used afterwards.
 
     Args:
-        total: None: nothing was added yet.
-        array: finite; its shape is the sum's. Of integers, the larger of both is kept and the weight does not count.
-        weight: factor.
+        total: The sum so far, or None for a new one.
+        array: Finite array of the sum's shape. For integers, the maximum is stored and the weight is ignored.
+        weight: Factor of the array.
     """
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
-        return _kept((np.array(largest),), total)
+        return _store_limbs((np.array(largest),), total)
     if total is None:
         first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
-        return _kept((first, _second(array.shape)))
+        return _store_limbs((first, _new_second_limb(array.shape)))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     given = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
         place = slice(start, start + BLOCK)
         as_it_is = weight == 1.0 and given.dtype == np.float64
-        _add(limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64))
-    return _kept(tuple(limb.reshape(array.shape) for limb in limbs), total)
+        _add_to_limbs(limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64))
+    return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
 
 _room: ContextVar[Scratch | None] = ContextVar("room", default=None)
 
 
 @contextmanager
-def laid(room: Scratch | None) -> Iterator[None]:
-    """Keep large sums that are made or added to in the body on the disk; None: in memory."""
+def sums_on_disk(room: Scratch | None) -> Iterator[None]:
+    """Store large sums of the body in a scratch file, or in memory if `room` is None."""
     before = _room.set(room)
     try:
         yield
@@ -104,35 +103,31 @@ def laid(room: Scratch | None) -> Iterator[None]:
         _room.reset(before)
 
 
-def _kept(limbs: tuple[np.ndarray, ...], before: Total | None = None) -> Total:
-    """Sum of these limbs, where it is to be kept; it takes the place of the one before."""
+def _store_limbs(limbs: tuple[np.ndarray, ...], before: Total | None = None) -> Total:
     room = _room.get()
     if room is None:
         return Total(limbs)
     places = zip_longest(limbs, before.limbs if before else ())
-    return Total(tuple(room.put(limb, place) for limb, place in places))  # type: ignore[misc]
+    return Total(tuple(room.store_array(limb, place) for limb, place in places))  # type: ignore[misc]
 
 
-def merge(one: Total, other: Total) -> Total:
-    """Sum of two sums of different boards, in place of the first."""
+def merge_sums(one: Total, other: Total) -> Total:
+    """Merge the sums of different devices, in place of the first."""
     for limb in other.limbs:
         if (values := np.asarray(limb)).any():  # as the second one seldom does
-            one = add(one, values)
+            one = add_to_sum(one, values)
     return one
 
 
-def plus(total: Mapping[str, Total], arrays: Mapping[str, np.ndarray], weight: float = 1.0) -> dict[str, Total]:
-    """Add arrays to the sums of the same names, in place; a name that has no sum gets one."""
-    return {**total, **{name: add(total.get(name), array, weight) for name, array in arrays.items()}}
+def add_arrays(total: Mapping[str, Total], arrays: Mapping[str, np.ndarray], weight: float = 1.0) -> dict[str, Total]:
+    return {**total, **{name: add_to_sum(total.get(name), array, weight) for name, array in arrays.items()}}
 
 
-def values(total: Mapping[str, Total]) -> dict[str, np.ndarray]:
-    """Rounded values of sums by name."""
-    return {name: each.value() for name, each in total.items()}
+def rounded_values(total: Mapping[str, Total]) -> dict[str, np.ndarray]:
+    return {name: each.rounded_value() for name, each in total.items()}
 
 
-def _add(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
-    """Add `rest` to one place of the limbs."""
+def _add_to_limbs(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
     for index, limb in enumerate(limbs):
         held = limb[place]
         found = held + rest
@@ -154,38 +149,28 @@ def _add(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
     limbs[-1][place] = rest
 
 
-def _second(shape: tuple[int, ...]) -> np.ndarray:
+def _new_second_limb(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.float32 if math.prod(shape) >= SHORT else np.float64)
 
 
-def require(given: Mapping[str, Total], like: Tensors, weight: float) -> None:
-    """Check sums that came from elsewhere.
-
-    Args:
-        given: sums by name.
-        like: tensors that were added up: their names, shapes and types.
-        weight: that they were added up with.
-
-    Raises:
-        UpdateError: names, shapes or types differ, a limb is no float, or a number is not finite or too large.
-    """
+def require_valid_sums(given: Mapping[str, Total], like: Tensors, weight: float) -> None:
     if odd := sorted(given.keys() ^ like.keys()):
         raise UpdateError(f"names of sums differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
     for name, total in given.items():
-        _require(name, total, like[name], weight)
+        _require_valid_sum(name, total, like[name], weight)
 
 
-def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
+def _require_valid_sum(name: str, total: Total, like: np.ndarray, weight: float) -> None:
     if not 1 <= len(total.limbs) <= LIMBS_MOST or any(limb.shape != like.shape for limb in total.limbs):
         raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {like.shape}")
     if like.dtype.kind in "iu":
         if len(total.limbs) > 1:
             raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
-        return tensors.require_same({name: np.asarray(total.limbs[0])}, {name: like})
+        return tensors.require_addable({name: np.asarray(total.limbs[0])}, {name: like})
     kinds = [limb.dtype for limb in total.limbs]
     if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
         raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
-    most = 2 * weight * tensors.bounds(like.dtype)[1]
+    most = 2 * weight * tensors.addable_range(like.dtype)[1]
     for limb in map(np.asarray, total.limbs):
         tensors.require_finite({name: limb})
         if limb.size and float(np.abs(limb).max()) > most:
@@ -196,46 +181,51 @@ def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
 # -- whole accumulators ---------------------------------------------------------------------------
 
 
-def join(one: Any, other: Any) -> Any:
+def merge_accumulators(one: Any, other: Any) -> Any:
     """Merge two accumulators of different devices, in place of the first.
 
     Args:
-        one: a dataclass or mapping of exact sums, whole numbers and further such values (`core.adds_up`); one that has
-            a method `merged` is merged by that.
-        other: of the same type.
+        one: Dataclass or mapping of exact sums, integers and further such values (`core.adds_up`). A value with a
+            method `merged` is merged by this method.
+        other: Accumulator of the same type.
 
     Raises:
-        TypeError: it holds a value that is none of these.
+        TypeError: If an accumulator contains any other value.
     """
     if isinstance(one, Total):
-        return merge(one, other)
+        return merge_sums(one, other)
     if hasattr(one, "merged"):
         return one.merged(other)
     if isinstance(one, int):
         return one + other
     if isinstance(one, Mapping):
-        return {**one, **{name: join(one[name], each) if name in one else held(each) for name, each in other.items()}}
+        return {
+            **one,
+            **{
+                name: merge_accumulators(one[name], each) if name in one else copy_accumulator(each)
+                for name, each in other.items()
+            },
+        }
     if is_dataclass(one) and not isinstance(one, type):
         names = [each.name for each in fields(one)]
-        return type(one)(**{name: join(getattr(one, name), getattr(other, name)) for name in names})
+        return type(one)(**{name: merge_accumulators(getattr(one, name), getattr(other, name)) for name in names})
     raise TypeError(f"accumulators cannot be merged that hold a {type(one).__name__}")
 
 
-def laid_out(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
-    """An accumulator whose sums have other limbs: what `keep` returns for each. `other` is for arrays beside sums."""
+def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
+    """Return an accumulator with `keep` applied to each limb, and `other` to each array beside sums."""
     if isinstance(value, Total):
         return Total(tuple(keep(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
-        return {name: laid_out(each, keep, other) for name, each in value.items()}
+        return {name: map_limbs(each, keep, other) for name, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{each.name: laid_out(getattr(value, each.name), keep, other) for each in fields(value)})
+        return type(value)(**{each.name: map_limbs(getattr(value, each.name), keep, other) for each in fields(value)})
     return other(value) if isinstance(value, np.ndarray) else value
 
 
-def held(value: Any) -> Any:
-    """An accumulator that may be added to, while the one given stays as it is."""
+def copy_accumulator(value: Any) -> Any:
     room = _room.get()
-    return laid_out(value, np.array if room is None else room.put)
+    return map_limbs(value, np.array if room is None else room.store_array)
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -243,19 +233,15 @@ def held(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Number:
-    """Exact sum of numbers: floats that add up to it."""
-
     parts: tuple[float, ...] = ()
 
     def __float__(self) -> float:
-        """Rounded to nearest; infinite where it is beyond what a float holds."""
         try:
             return math.fsum(self.parts)
         except (OverflowError, ValueError):
             return math.inf
 
-    def plus(self, *numbers: float) -> Number:
-        """Add numbers."""
+    def add_numbers(self, *numbers: float) -> Number:
         parts = list(self.parts)
         for number in numbers:
             kept, rest = [], float(number)
@@ -268,5 +254,4 @@ class Number:
         return Number(tuple(parts))
 
     def merged(self, other: Number) -> Number:
-        """Sum of two sums."""
-        return self.plus(*other.parts)
+        return self.add_numbers(*other.parts)

@@ -1,4 +1,4 @@
-"""Optional packages with their extras, and the error when one is missing."""
+"""Optional packages, the extras that install them, and errors for missing ones."""
 
 from __future__ import annotations
 
@@ -35,36 +35,35 @@ EXTRAS: Final = {
 }
 
 
-def missing(module: str) -> str:
-    """Sentence that says what to install for a missing module."""
+def missing_message(module: str) -> str:
     extra = EXTRAS.get(module.split(".")[0], "")
     return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
 
 
-def load(module: str) -> ModuleType:
+def load_optional(module: str) -> ModuleType:
     """Import an optional package.
 
     Raises:
-        JobError: it is not installed; names the extra.
+        JobError: If the package is not installed.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
             raise
-        raise JobError(missing(module)) from None
+        raise JobError(missing_message(module)) from None
 
 
 @contextmanager
-def named() -> Iterator[None]:
-    """Turn a missing optional package into a sentence, as the commands do; also a decorator.
+def report_missing_extras() -> Iterator[None]:
+    """Convert the ModuleNotFoundError of an optional package. Also usable as a decorator.
 
     Raises:
-        JobError: one is not installed; says which extra has it.
+        JobError: If an optional package is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRAS:
             raise
-        raise JobError(missing(str(error.name))) from None
+        raise JobError(missing_message(str(error.name))) from None

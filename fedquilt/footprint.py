@@ -1,8 +1,7 @@
-"""Peak memory of work above an idle engine: one model for engines, orders and admission.
+"""Peak memory of training and inference above an idle engine, predicted for engines and admission.
 
-Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt bench footprint` on x86-64
-(torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board learns its own error as it works
-(`fedquilt.edge_agent.task.budget.Caution`).
+Only `measure_training` imports torch. Constants were fitted with `fedquilt bench footprint` on x86-64 (torch 2.13 for
+the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while working (`fedquilt.edge_agent.task.budget`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 """What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt bench memory`."""
 
 
-def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Peak memory of a task's process: the engine imported and active, with what it has freed, plus the work.
+def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
+    """Return the peak memory of a task's process: imported and active engine, freed memory, and work.
 
     Args:
-        engine: name.
-        peak_bytes: of the work, above the active engine.
-        base_bytes: of the process with only the engine imported; None: as assumed.
+        engine: Name of the engine.
+        peak_bytes: Peak memory of the work above the active engine.
+        base_bytes: Memory of the process after importing the engine, or None for the assumed value.
     """
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
@@ -37,8 +36,6 @@ def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> i
 
 @dataclass(frozen=True)
 class Trained:
-    """Properties of a network that determine the memory of its training."""
-
     weights_bytes: int  # parameters and buffers
     convolutions: int  # convolution layers
     largest_bytes: int  # the largest of them
@@ -49,12 +46,11 @@ class Trained:
     kinds: int = 0  # of operations in its backward pass, beside USUAL
 
 
-def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
-    """Measure a network's memory in training, and its scores (n, ...), by a forward pass of a few examples (n, ...).
+def measure_training(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
+    """Measure a network's training memory with one forward pass, and return the pass's output too.
 
-    A parameter without gradient is frozen: activations that only it needs are not kept.
-    The pass is in training mode: it updates the statistics of batch normalisation, and takes two
-    examples if the network has any.
+    A parameter without gradient is frozen, and activations needed only by frozen parameters are not kept. The pass is
+    in training mode, so it updates batch-normalisation statistics and requires two examples with batch normalisation.
     """
     import torch
     from torch import nn
@@ -63,7 +59,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     own = {value.untyped_storage().data_ptr() for value in held}
     kept: dict[int, int] = {}
 
-    def keep(value: torch.Tensor) -> torch.Tensor:
+    def record_storage(value: torch.Tensor) -> torch.Tensor:
         storage = value.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -71,14 +67,14 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
 
     passing = 0
 
-    def passed(module: nn.Module, given: object, found: object) -> None:
+    def record_output(module: nn.Module, given: object, found: object) -> None:
         nonlocal passing
         if isinstance(found, torch.Tensor):
             passing = max(passing, found.nbytes)
 
-    watches = [module.register_forward_hook(passed) for module in model.modules()]
+    watches = [module.register_forward_hook(record_output) for module in model.modules()]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda value: value):
             answer = model.train()(x)
     finally:
         for watch in watches:
@@ -92,13 +88,12 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
         widest_bytes=-(-max(kept.values(), default=0) // len(x)),
         still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
         passing_bytes=-(-passing // len(x)),
-        kinds=len(_kinds(answer) - USUAL),
+        kinds=len(_backward_operations(answer) - USUAL),
     )
     return trained, answer
 
 
-def _kinds(answer: object) -> set[str]:
-    """Names of the operations in the backward pass of a network's answer, as torch calls them."""
+def _backward_operations(answer: object) -> set[str]:
     found: set[str] = set()
     seen, left = set(), [getattr(answer, "grad_fn", None)]
     while left:
@@ -162,18 +157,18 @@ def training_bytes(
     library: str = "",
     piece_bytes: int | None = None,
 ) -> int:
-    """Peak memory of training steps on `examples` at once, above active torch.
+    """Return the peak memory of a training step above active torch.
 
     Args:
-        network: as measured by `weigh`.
-        examples: of a micro-batch.
-        anchors: copies of the weights that a method reads, besides COPIES.
-        moments: copies of the trained tensors in the optimizer's state.
-        library: prefix of the network's name, up to a slash.
-        piece_bytes: bytes kept for the backward pass that are held at once; None: all.
+        network: Properties measured by `measure_training`.
+        examples: Examples of a micro-batch.
+        anchors: Copies of the weights read by a method, besides COPIES.
+        moments: Copies of the trained tensors in the optimizer's state.
+        library: Prefix of the network's name before the slash.
+        piece_bytes: Limit on activations kept at once with checkpointing, or None to keep all.
     """
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
-    fixed = fixed_bytes(
+    fixed = fixed_training_bytes(
         network.weights_bytes,
         network.convolutions,
         moving,
@@ -186,7 +181,7 @@ def training_bytes(
     return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
 
 
-def fixed_bytes(
+def fixed_training_bytes(
     weights_bytes: int,
     convolutions: int,
     moving_bytes: int = 0,
@@ -195,35 +190,34 @@ def fixed_bytes(
     library: str = "",
     kinds: int = 0,
 ) -> int:
-    """Part of `training_bytes` that does not shrink with the micro-batch.
+    """Return the part of `training_bytes` that is independent of the micro-batch.
 
     Args:
-        weights_bytes: of the network.
-        convolutions: number of convolution layers.
-        moving_bytes: gradients and optimizer state; 0 in an evaluation.
-        copies: copies of the weights held at once.
-        library: prefix of the network's name, up to a slash.
-        kinds: of operations beside USUAL; orders, which know a network by its tensors alone, leave them out.
+        weights_bytes: Size of the network.
+        convolutions: Number of convolution layers.
+        moving_bytes: Size of gradients and optimizer state, or 0 in an evaluation.
+        copies: Copies of the weights held at once.
+        library: Prefix of the network's name before the slash.
+        kinds: Number of operations besides USUAL. Callers that know only the tensors pass 0.
     """
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
-def example_bytes(network: Trained) -> int:
-    """The part of `training_bytes` that each example adds."""
+def bytes_per_example(network: Trained) -> int:
     return network.kept_bytes + _working_bytes(network)
 
 
-def least_bytes(network: Trained) -> int:
-    """Least memory of each example: its kept activations made again in PIECES, one held at a time."""
+def least_bytes_per_example(network: Trained) -> int:
+    """Return the memory per example with activations recomputed in PIECES."""
     return -(-network.kept_bytes // PIECES) + _working_bytes(network, again=True)
 
 
-def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | None:
-    """Kept bytes of `examples` that fit the room for activations at once; None: all.
+def checkpoint_bytes(network: Trained, examples: int, room_bytes: float) -> int | None:
+    """Return the activation bytes to keep at once in the given room, or None to keep all.
 
-    Never less than one of PIECES, however small the room: each further piece costs up to one more forward pass.
+    The result is at least the size of one of PIECES, because each further piece costs up to one more forward pass.
     """
     kept_bytes = examples * network.kept_bytes
     if kept_bytes <= int(room_bytes) - examples * _working_bytes(network):
@@ -233,7 +227,6 @@ def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | Non
 
 
 def _working_bytes(network: Trained, *, again: bool = False) -> int:
-    """Working memory of each example beside its kept activations, which may be made again in pieces."""
     return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
 
 
@@ -243,12 +236,12 @@ SESSION_BYTES = 2 << 20
 """An ONNX Runtime session beside its weights and activations."""
 
 
-def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """Peak memory of one graph on `examples` at once, above ONNX Runtime, its weights mapped and not laid out anew.
+def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
+    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights.
 
     Args:
-        weights_bytes: of the graph.
-        activation_bytes: most that is held at once for one example (`fedquilt.models.stitching.onnx_memory`).
-        examples: of a micro-batch.
+        weights_bytes: Size of the graph's weights.
+        activation_bytes: Peak activations of one example (`fedquilt.models.stitching.onnx_memory`).
+        examples: Examples of a micro-batch.
     """
     return SESSION_BYTES + weights_bytes + examples * activation_bytes

@@ -1,4 +1,4 @@
-"""The C library's heap, and what a process holds: freed pieces of blobs are used again."""
+"""Memory of a process: heap settings of glibc, and resident size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TRIM_THRESHOLD: Final = -1  # of mallopt(3)
 _MMAP_THRESHOLD: Final = -3
 
 
-def keep_pieces() -> None:
-    """Let glibc keep freed pieces of up to MAPPED_BYTES; nothing happens with another C library.
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory of up to MAPPED_BYTES. No effect with other C libraries.
 
-    By default it asks the kernel for each chunk of a blob anew, which clears 64 pages for it: more than half of the
-    processor time of a transfer over MQTT.
+    By default glibc requests each chunk of a blob anew from the kernel, which clears 64 pages. That takes more than
+    half of the processor time of a transfer over MQTT.
     """
     import ctypes
 
@@ -30,17 +30,17 @@ def keep_pieces() -> None:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Resident size of a process, shared and mapped pages included; None: it is gone."""
+    """Return the resident size of a process with shared and mapped pages, or None if it has ended."""
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
 
 
-def release() -> None:
-    """Return freed memory to the kernel that glibc keeps between pieces in use; nothing happens with another C library.
+def release_freed_memory() -> None:
+    """Return memory freed within glibc's heap to the kernel. No effect with other C libraries.
 
-    For a process that has just dropped something large, and is about to need as much for something else.
+    Useful after dropping large data, before allocating as much elsewhere.
     """
     import ctypes
 

@@ -1,6 +1,7 @@
-"""HTTP(S) server with a thread for each connection, and the limits of `Connections`.
+"""HTTP and HTTPS server with a thread per connection, within the limits of `Connections`.
 
-Metrics, enrolment, blobs and the model runner use this server. Requests have a length: no chunked bodies, no upgrades.
+Metrics, enrolment, blobs and the model runner use this server. Requests need a Content-Length: chunked bodies and
+upgrades are not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ONCE: Final = frozenset({"host", "content-length", "content-range", "range", "a
 
 
 class RefusedError(Exception):
-    """A request that is answered with an error status and a sentence."""
+    """Error that the server answers with an HTTP status and a sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -42,8 +43,6 @@ class RefusedError(Exception):
 
 
 class Exchange:
-    """One request and its answer."""
-
     def __init__(self, line: _Line, method: str, path: str, headers: dict[str, str], reusable: bool) -> None:
         self._line, self.method, self.path, self.headers = line, method, path, headers  # header names in lower case
         self.answered, self._reusable = False, reusable
@@ -55,22 +54,20 @@ class Exchange:
         self.size = self._unread = int(length)  # bytes of the body
 
     @property
-    def address(self) -> str:
-        """IP address of the client."""
+    def client_address(self) -> str:
         return self._line.address
 
     @property
     def socket(self) -> socket.socket:
-        """Socket of the connection, an SSLSocket under TLS. The timeout is for the caller to set."""
+        """Socket of the connection, an SSLSocket under TLS. Callers set the timeout."""
         return self._line.sock
 
     @property
     def connection(self) -> Connection:
-        """Entry of the connection in the server's `Connections`."""
         return self._line.connection
 
     @property
-    def reusable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether another request may follow on the connection."""
         return self._reusable and not self._unread
 
@@ -79,7 +76,7 @@ class Exchange:
         self._reusable = False
 
     def open_body(self) -> io.BufferedReader:
-        """Return the stream from which the caller reads the whole body, of `size` bytes."""
+        """Return the stream of the body, from which the caller must read `size` bytes."""
         if self.headers.get("expect", "").lower() == "100-continue":
             self._line.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._unread = 0
@@ -89,11 +86,11 @@ class Exchange:
         """Read the body.
 
         Args:
-            most: Largest number of bytes of a body.
-            reserve: Called with the size of each piece that has arrived. A RefusedError ends the reading.
+            most: Maximum number of bytes.
+            reserve: Function called with the size of each received piece, which may raise RefusedError.
 
         Raises:
-            RefusedError: If the request has no Content-Length, or the body more than `most` bytes or too few.
+            RefusedError: If the request has no Content-Length, or the body is too long or incomplete.
         """
         if "content-length" not in self.headers:
             raise RefusedError(411, "a request has to say by Content-Length how many bytes follow")
@@ -109,20 +106,20 @@ class Exchange:
             raise RefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
         return bytes(body)
 
-    def answer(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
-        """Send an answer.
+    def send_response(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
+        """Send a response.
 
         Args:
             status: HTTP status.
-            headers: Headers beside Content-Length and Connection.
-            body: Body, or None if the caller sends a body of the Content-Length in `headers`.
+            headers: Headers besides Content-Length and Connection.
+            body: Body, or None if the caller sends the body and gives its Content-Length in `headers`.
         """
         self.answered = True
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         if body is not None and status != 204:
             lines.append(f"Content-Length: {len(body)}")
-        lines.append(f"Connection: {'keep-alive' if self.reusable else 'close'}")
+        lines.append(f"Connection: {'keep-alive' if self.is_reusable else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode()
         self._line.sock.sendall(head + (b"" if body is None or self.method == "HEAD" else body))
 
@@ -136,15 +133,15 @@ def _plain_text_body(sentence: str) -> tuple[str, bytes]:
 
 
 class HttpServer:
-    """Server of one address. `start` starts its threads.
+    """HTTP server at one address, started by `start`.
 
     Args:
         host: Address to listen at.
         port: Port to listen at, or 0 for any free port.
-        handler: Called in the thread of a connection for each request. A `RefusedError` is answered.
-        connections: Limits.
-        context: Returns the TLS context of a new connection, or None for a server without TLS.
-        error_body: Returns content type and body of an answer with this error sentence.
+        handler: Function called for each request in the thread of its connection. It may raise RefusedError.
+        connections: Connections with their limits.
+        context: Function that returns the TLS context of a new connection, or None for a server without TLS.
+        error_body: Function that returns content type and body for an error sentence.
 
     Raises:
         OSError: If the address cannot be listened at.
@@ -176,22 +173,19 @@ class HttpServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the listener."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     @property
     def url(self) -> str:
-        """URL of the listener."""
         host, port = self.address
         return f"http{'s' if self._context else ''}://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def start(self) -> None:
-        """Start the thread that accepts connections."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Requests that have begun continue until the process ends."""
+        """Stop listening. Requests in progress continue until the process ends."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -208,7 +202,7 @@ class HttpServer:
         poller.register(self._listener, select.POLLIN)
         while not self._closed:
             ready = poller.poll(POLL_MS)
-            self.connections.close_late()
+            self.connections.close_overdue()
             if not ready or self._closed:
                 continue
             try:
@@ -268,7 +262,7 @@ class HttpServer:
         """Serve one request. Return whether the connection may have another one."""
         exchange: Exchange | None = None
         try:
-            exchange = _read_header(line)
+            exchange = _read_request(line)
             if exchange is None:
                 return False
             self.connections.begin_request(line.connection)
@@ -280,11 +274,11 @@ class HttpServer:
             exchange._unread = exchange._unread or exchange.size  # a handler may have read a part of the body
             if not exchange.answered:
                 kind, body = self._error_body(str(error))
-                exchange.answer(error.status, {"Content-Type": kind}, body)
+                exchange.send_response(error.status, {"Content-Type": kind}, body)
         if exchange._unread:
             self.connections.await_request(line.connection)
             line.drain()
-        return exchange.reusable
+        return exchange.is_reusable
 
 
 class _Line:
@@ -319,8 +313,7 @@ class _Line:
         self.sock.close()
 
 
-def _read_header(line: _Line) -> Exchange | None:
-    """Read the header of a request, or return None if the client sends no further request."""
+def _read_request(line: _Line) -> Exchange | None:
     rows: list[bytes] = []
     left = HEADER_BYTES
     while True:

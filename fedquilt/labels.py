@@ -1,8 +1,8 @@
-"""Labels of boards, and the words by which jobs and commands select boards.
+"""Labels of devices, and selections of devices by label.
 
-A label is a word: "site=lab", or the name of a group alone, "window". A board has those that its agent.toml lists.
-A selection is a list of words that all have to hold: a label that the board has, "!window" for one that it has not,
-and "site=lab|site=hall" where one of several is enough.
+A label is a word: "site=lab", or a group name such as "window". A device has the labels in its agent.toml. A selection
+is a list of words that must all hold: a label of the device, "!window" for an absent label, or alternatives such as
+"site=lab|site=hall".
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ _FORM: Final = (
 )
 
 
-def words(text: str) -> list[str]:
-    """Words of a text that separates them by spaces or commas, as a table's cell does."""
+def split_words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def parse(given: Iterable[str]) -> tuple[str, ...]:
-    """Check the labels of one board; returns them sorted, each once.
+def parse_labels(given: Iterable[str]) -> tuple[str, ...]:
+    """Return the labels of a device, sorted and without duplicates.
 
     Raises:
-        JobError: a word that is no label, a key with two values, or more than MOST labels.
+        JobError: If a word is not a label, a key has two values, or there are more than MOST labels.
     """
     found = sorted(set(given))
     for word in found:
@@ -45,11 +44,6 @@ def parse(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_selection(wanted: Sequence[str]) -> None:
-    """Check the words of a selection.
-
-    Raises:
-        JobError: a word that none could be, or more than MOST words.
-    """
     if len(wanted) > MOST:
         raise JobError(f"{len(wanted)} words, and a selection has {MOST} at the most")
     for word in wanted:
@@ -58,8 +52,8 @@ def require_selection(wanted: Sequence[str]) -> None:
                 raise JobError(f"{word[:100]!r} selects no boards: {_FORM}, with ! before it for boards without it")
 
 
-def selects(wanted: Iterable[str], has: Collection[str]) -> bool:
-    """Whether a board with the labels `has` is one of a selection's."""
+def is_selected(wanted: Iterable[str], has: Collection[str]) -> bool:
+    """Return whether a device with the labels `has` matches every word of a selection."""
     return all(
         any((part[1:] not in has) if part.startswith("!") else (part in has) for part in word.split("|"))
         for word in wanted

@@ -1,8 +1,8 @@
-"""Arithmetic, memory traffic and launches of a network's layers, and of training or running some of them.
+"""Arithmetic, memory traffic and launches of a network's layers, in training and inference.
 
-`fedquilt prepare` traces the layers into the bundle's facts ("layers": `models.networks.layer_costs`), for an `mlp`
-without torch. Bundles from before have a forward pass's FLOPs alone: one layer stands for the whole network then.
-Plain numbers: no torch, no numpy arrays but for their shapes.
+`fedquilt prepare` traces the layers into the bundle's metadata ("layers": `models.networks.layer_costs`), for an `mlp`
+without torch. Older bundles contain only the FLOPs of a forward pass, represented as one layer. Arrays are used only
+for their shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fedquilt.core import Tensors, Work, shapes
+from fedquilt.core import Tensors, Work, tensor_shapes
 from fedquilt.core.messages import ADDED
 
 EVALUATED: Final = 64  # examples that an engine evaluates at once
@@ -23,8 +23,6 @@ ADAPTER_LAUNCHES: Final = 2  # of one matrix of an adapter: the product, and sca
 
 
 class Layer(NamedTuple):
-    """Forward pass of one example through what one module does itself, without the modules within it."""
-
     path: str  # of the module
     flops: float  # of products with its weights
     free_flops: float  # of products of activations with each other, as in attention
@@ -33,25 +31,28 @@ class Layer(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Cost of one example, but for the launches, which are of a mini-batch."""
+    """Cost per example, with launches per mini-batch."""
 
     flops: float = 0.0
     bytes: float = 0.0
     launches: float = 0.0
 
-    def plus(self, other: Pass, times: float = 1.0) -> Pass:
-        """Both passes, the second so many times."""
+    def add_scaled(self, other: Pass, times: float = 1.0) -> Pass:
+        """Return the sum with another pass, multiplied by `times`."""
         return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def parse(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Layers of a bundle's facts, in the order of their first use."""
+def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the layers in a bundle's metadata, in the order of their first use."""
     told = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
     return told or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
 
 
-def owners(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
-    """Tensor -> path of the layer that uses it: the nearest module around it. The rest belong to the first layer."""
+def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
+    """Return the path of the layer that uses each tensor: the nearest enclosing module.
+
+    Tensors without an enclosing layer belong to the first layer.
+    """
     paths, first = {layer.path for layer in layers}, layers[0].path if layers else ""
     found = {}
     for name in names:
@@ -62,50 +63,49 @@ def owners(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def forward(layers: Iterable[Layer]) -> Pass:
-    """A forward pass of one example."""
+def forward_cost(layers: Iterable[Layer]) -> Pass:
     total = Pass()
     for layer in layers:
-        total = total.plus(Pass(layer.flops + layer.free_flops, layer.bytes, layer.launches))
+        total = total.add_scaled(Pass(layer.flops + layer.free_flops, layer.bytes, layer.launches))
     return total
 
 
-def training(layers: Sequence[Layer], moved: Iterable[str]) -> Pass:
-    """A forward pass of one example, and the backward pass down to the first layer that is trained.
+def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> Pass:
+    """Return the cost of a forward pass, and of the backward pass to the first trained layer.
 
-    A trained layer costs its forward pass once more for its weights' gradients, and every layer behind a trained one
-    once more for its inputs'. Layers before the first trained one cost nothing backward.
+    A trained layer costs its forward pass again for the gradients of its weights. Every layer after a trained one costs
+    its forward pass again for the gradients of its inputs. Earlier layers cost nothing in the backward pass.
 
     Args:
-        layers: in the order of their use.
-        moved: names of the trained tensors.
+        layers: Layers in the order of their use.
+        moved: Names of the trained tensors.
     """
-    trained = set(owners(layers, moved).values())
-    total = forward(layers)
+    trained = set(layers_by_tensor(layers, moved).values())
+    total = forward_cost(layers)
     behind = len(layers) == 1 and not layers[0].launches  # a whole network in one: most of it is behind its beginning
     for layer in layers:
         own = layer.path in trained
         times = own + behind if layer.flops else float(own or behind)
         flops = times * layer.flops + 2 * layer.free_flops * (own or behind)
-        total = total.plus(Pass(flops, times * layer.bytes, times * layer.launches))
+        total = total.add_scaled(Pass(flops, times * layer.bytes, times * layer.launches))
         behind = behind or own
     return total
 
 
-def split(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Layers before the first one with a trained tensor, and the others."""
-    trained = set(owners(layers, moved).values())
+def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Split the layers at the first one with a trained tensor."""
+    trained = set(layers_by_tensor(layers, moved).values())
     first = next((place for place, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first]), tuple(layers[first:])
 
 
-def cut(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
-    """Layers of a narrower or shallower part of a network: by the share of each layer's weights that is left.
+def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
+    """Return the layers of a narrower or shallower part, scaled by each layer's share of weights.
 
-    A layer without tensors has the share of outputs of the one before it.
+    A layer without tensors gets the output share of the previous layer.
     """
     names: dict[str, list[str]] = {}
-    for name, path in owners(layers, whole).items():
+    for name, path in layers_by_tensor(layers, whole).items():
         names.setdefault(path, []).append(name)
     found, rows = [], 1.0
     for layer in layers:
@@ -122,52 +122,52 @@ def cut(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, 
     return tuple(found)
 
 
-def beside(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
-    """Layers with low-rank adapters beside them: each added matrix is a layer, applied as often as its neighbour.
+def with_adapters(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
+    """Return the layers with low-rank adapters: each added matrix is a layer after its neighbour.
 
-    Added tensors are named after the layer that they lie beside; others, such as gates, cost nothing of their own.
+    An adapter is applied as often as the layer that its name starts with. Other added tensors cost nothing.
     """
     matrices = {name: array for name, array in added.items() if array.ndim == 2 and name not in backbone}
-    within = owners(layers, backbone) if layers else {}
+    within = layers_by_tensor(layers, backbone) if layers else {}
     found: list[Layer] = []
     for layer in layers:
         found.append(layer)
         weights = [name for name, path in within.items() if path == layer.path and backbone[name].ndim > 1]
         inside = sum(backbone[name].size for name in weights)
-        for name, path in owners(layers, matrices).items():
+        for name, path in layers_by_tensor(layers, matrices).items():
             if path == layer.path and inside:
                 flops = layer.flops * matrices[name].size / inside
                 found.append(Layer(name, flops, 0.0, layer.bytes / 2, ADAPTER_LAUNCHES))
     return tuple(found)
 
 
-def kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
-    """Which of an engine's workloads a network is: "conv" if most of its arithmetic is convolutions, else "dense".
+def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
+    """Return "conv" if most arithmetic of a network is convolutions, else "dense".
 
     Args:
         layers: Layers of the network.
         convolutions: Paths of its convolutions.
     """
-    deep = set(owners(layers, convolutions).values())
+    deep = set(layers_by_tensor(layers, convolutions).values())
     whole = sum(layer.flops + layer.free_flops for layer in layers)
     within = sum(layer.flops for layer in layers if layer.path in deep)
     return "conv" if whole and within > whole / 2 else "dense"
 
 
-def share(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
-    """Share of a forward pass's arithmetic, and of its activations, that a part of a network takes."""
-    own, every = forward(cut(layers, whole, part)), forward(layers)
+def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
+    """Return the shares of forward arithmetic and of activations that a part of a network has."""
+    own, every = forward_cost(scale_layers(layers, whole, part)), forward_cost(layers)
     return (own.flops / every.flops if every.flops else 1.0, own.bytes / every.bytes if every.bytes else 1.0)
 
 
-def work(each: Pass, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int) -> Work:
-    """Work of a training: passes over the device's own examples in mini-batches, with the optimizer's steps.
+def training_work(each: Pass, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int) -> Work:
+    """Return the work of a training: epochs over the device's examples, with optimizer steps.
 
     Args:
-        each: one example's training.
-        params: of the method: epochs, batch, optimizer, momentum, weight_decay, clip.
-        moved_bytes: size of each trained tensor.
-        weights_bytes: of the whole network, read in the forward and in the backward pass.
+        each: Training cost of one example.
+        params: Parameters of the method: epochs, batch, optimizer, momentum, weight_decay, clip.
+        moved_bytes: Size of each trained tensor.
+        weights_bytes: Size of the whole network, read in the forward and the backward pass.
     """
     epochs, optimizer = int(params.get("epochs", 1)), str(params.get("optimizer", "sgd"))
     more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay")) + 2 * bool(params.get("clip"))
@@ -182,8 +182,8 @@ def work(each: Pass, params: Mapping[str, Any], moved_bytes: Mapping[str, int], 
     )
 
 
-def looked(each: Pass, weights_bytes: int, share: float = 1.0, batch: int = EVALUATED) -> Work:
-    """Work of running a network on a share of as many examples as the device trains on, without training."""
+def inference_work(each: Pass, weights_bytes: int, share: float = 1.0, batch: int = EVALUATED) -> Work:
+    """Return the work of running a network, per training example of the device, times `share`."""
     return Work(
         flops_per_example=share * each.flops,
         bytes_per_example=share * each.bytes,
@@ -193,12 +193,11 @@ def looked(each: Pass, weights_bytes: int, share: float = 1.0, batch: int = EVAL
     )
 
 
-def repeated(work: Work, times: float) -> Work:
-    """The work so many times, in one task."""
+def repeat_work(work: Work, times: float) -> Work:
     return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDED})
 
 
-def learned(model: Tensors, moved: Collection[str]) -> dict[str, int]:
-    """Size in bytes of each tensor of `moved` that gradients move."""
-    told = shapes(model)
+def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:
+    """Return the size in bytes of each floating-point tensor in `moved`."""
+    told = tensor_shapes(model)
     return {name: told[name].nbytes for name in moved if name in told and told[name].dtype.kind == "f"}

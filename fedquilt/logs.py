@@ -1,7 +1,6 @@
-"""Structured logs: one JSON object a line, with the ids of run, round and device that a line is about.
+"""Structured logs: one JSON object per line, with the ids of run, round and device.
 
-A call that knows them names them: `log.warning("...", extra=about(run=..., device=...))`. Lines for people do not show
-them, as the sentence does.
+Log calls attach the ids: `log.warning("...", extra=log_ids(run=..., device=...))`. Plain-text logs omit them.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import msgspec
 IDS: Final = ("run", "round", "device", "fact")
 
 
-def about(**ids: str | int | None) -> dict[str, str | int]:
-    """`extra` of a logging call, for the ids that are known."""
+def log_ids(**ids: str | int | None) -> dict[str, str | int]:
+    """Return the given ids that are not None, as `extra` of a logging call."""
     return {name: value for name, value in ids.items() if value is not None}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON.
+    """Log formatter that writes a record as one line of JSON.
 
     Args:
-        ids: of every line that has none of its own, such as the device of an agent.
+        ids: Default ids of all lines, such as the device of an agent.
     """
 
     def __init__(self, **ids: str) -> None:
@@ -32,7 +31,6 @@ class JsonFormatter(logging.Formatter):
         self._ids = ids
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line: when (UTC), level, logger, message, ids, and the traceback of an error."""
         told: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -46,15 +44,13 @@ class JsonFormatter(logging.Formatter):
         try:
             return msgspec.json.encode(told).decode()
         except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or an id that is no id
-            return msgspec.json.encode({key: _writable(value) for key, value in told.items()}).decode()
+            return msgspec.json.encode({key: _to_json_value(value) for key, value in told.items()}).decode()
 
 
-def _writable(value: object) -> int | str:
-    """A number as it is, anything else as text whose odd characters are escaped."""
+def _to_json_value(value: object) -> int | str:
     return value if isinstance(value, int) else str(value).encode(errors="backslashreplace").decode()
 
 
-def as_json(**ids: str) -> None:
-    """Have all that this process logs written as JSON; `ids` are of every line."""
+def use_json_logs(**ids: str) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter(**ids))

@@ -1,7 +1,7 @@
-"""Metrics of each kind of prediction: their names, titles and units, and which of them compares networks.
+"""Names, titles and units of metrics, and the main metric of each task.
 
-Light (no numpy): the coordinator's views, comparisons and reports all take from here the main metric of an
-evaluation, and whether more of it is better. Their values come from `fedquilt.evaluation`.
+This module needs no numpy. Views, comparisons and reports use its main metric and direction. Values come from
+`fedquilt.evaluation`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
 
 
 class Metric(NamedTuple):
-    """Meaning of one number of an evaluation."""
-
-    name: str  # as of `evaluation.metrics_of`
+    name: str  # as of `evaluation.compute_metrics`
     title: str  # for people
     higher: bool = True  # whether more is better
     share: bool = True  # whether it runs from 0 to 1 and is shown in per cent
@@ -54,11 +52,11 @@ MAIN: Final[Mapping[TaskKind, Metric]] = {
 }
 
 
-def task_of(network: Mapping[str, Any]) -> TaskKind:
-    """Task in a network's table; without a key `task` it is classes.
+def task_from_network(network: Mapping[str, Any]) -> TaskKind:
+    """Return the task in a network's table, by default "classes".
 
     Raises:
-        JobError: an unknown task; lists the known ones.
+        JobError: If the task is unknown.
     """
     task = network.get("task", "classes")
     if task not in TASKS:
@@ -66,59 +64,54 @@ def task_of(network: Mapping[str, Any]) -> TaskKind:
     return task
 
 
-def main(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
+def main_metric(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
     """Return the main metric of an evaluation and its value, or None without examples."""
     if sums is None or not sums.examples:
         return None
-    return MAIN[sums.task], evaluation.main_value(sums)
+    return MAIN[sums.task], evaluation.main_metric_value(sums)
 
 
-def over_devices(sums: EvaluationSums | None) -> evaluation.OverDevices | None:
-    """Summarise the main metric over the devices of a round's evaluation, or return None if there is none."""
-    return None if sums is None else evaluation.over_devices(sums, higher=MAIN[sums.task].higher)
+def summarise_over_devices(sums: EvaluationSums | None) -> evaluation.OverDevices | None:
+    """Summarise the main metric over the devices of an evaluation, or return None without devices."""
+    return None if sums is None else evaluation.summarise_over_devices(sums, higher=MAIN[sums.task].higher)
 
 
-def best(metric: Metric, values: Sequence[float]) -> float:
-    """Best of one or more values."""
+def best_value(metric: Metric, values: Sequence[float]) -> float:
     return max(values) if metric.higher else min(values)
 
 
-def reached(metric: Metric, value: float, target: float) -> bool:
-    """Whether a value is as good as the target, or better."""
+def reaches_target(metric: Metric, value: float, target: float) -> bool:
     return value >= target if metric.higher else value <= target
 
 
-def scale(metric: Metric) -> float:
-    """Factor for display: 100 for values in per cent."""
+def display_factor(metric: Metric) -> float:
     return 100.0 if metric.share else 1.0
 
 
-def shown(metric: Metric, value: float, digits: int = 2) -> str:
-    """Value with its unit: "77.70 %", or four significant digits."""
+def format_value(metric: Metric, value: float, digits: int = 2) -> str:
+    """Format a value with its unit: "77.70 %", or four significant digits."""
     if not math.isfinite(value):
         return "-"
     return f"{100 * value:.{digits}f} %" if metric.share else f"{value:.4g}"
 
 
-def describe(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
-    """Return the metrics of an evaluation with their titles and units, the main one first."""
-    values = evaluation.metrics_of(sums)
-    told = {name: f"{KNOWN[name].title} {shown(KNOWN[name], value, digits)}" for name, value in values.items()}
+def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
+    values = evaluation.compute_metrics(sums)
+    told = {name: f"{KNOWN[name].title} {format_value(KNOWN[name], value, digits)}" for name, value in values.items()}
     if (error := values.get("auc_error")) is not None:
         told["auc"] += f" ± {error:.2g}"
     return [said for name, said in told.items() if name != "auc_error" and name not in skip]
 
 
-def label(metric: Metric) -> str:
-    """Name of the metric with its unit, for the head of a column or an axis."""
+def axis_label(metric: Metric) -> str:
     return f"{metric.title} %" if metric.share else metric.title
 
 
-def column(metric: Metric, name: str) -> str:
-    """Name of a table's column "accuracy" or "held_accuracy" when the main metric is another."""
+def column_name(metric: Metric, name: str) -> str:
+    """Return the name of the table column "accuracy" or "held_accuracy" for the main metric."""
     return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
 
 
-def titled(metric: Metric, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Row, or table of columns, with its columns named after the main metric."""
-    return {column(metric, name): value for name, value in row.items()}
+def rename_columns(metric: Metric, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row or table of columns with accuracy columns renamed for the main metric."""
+    return {column_name(metric, name): value for name, value in row.items()}

@@ -1,7 +1,6 @@
-"""Arrays on the disk that are read when they are used: of an update, a state or a running sum that is large.
+"""Arrays on disk that are read on use: large updates, states and partial aggregates.
 
-Whoever reads an array long after it was verified notes a checksum of it first: the sum of its 64-bit words, by which
-any single bit that has changed is found.
+The checksum of an array is the sum of its 64-bit words, which detects every single flipped bit.
 """
 
 from __future__ import annotations
@@ -22,64 +21,50 @@ LEAST: Final = 1 << 16  # entries
 
 
 class Source(Protocol):
-    """What holds arrays as bytes."""
-
-    def size(self) -> int:
-        """Bytes that it holds."""
-        ...
+    def size(self) -> int: ...
 
     def read_into(self, buffer: Any, offset: int) -> int:
-        """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        """Fill a buffer from `offset`, and return the number of bytes read."""
         ...
 
 
 @dataclass(frozen=True)
 class Named:
-    """A file under its name, which is opened for each reading.
-
-    Args:
-        path: of the file.
-        disk: where it is.
-    """
-
     path: Path
     disk: Disk = REAL
 
     def __str__(self) -> str:
-        """The path."""
         return str(self.path)
 
     def size(self) -> int:
-        """See `Source`."""
         found = self.disk.stat(self.path)
         if found is None:
             raise StoreError(f"cannot read {self.path}: it is gone")
         return found.size
 
     def read_into(self, buffer: Any, offset: int) -> int:
-        """See `Source`."""
         return self.disk.read_into(self.path, buffer, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk(Shaped):
-    """One array: shape and type are known, and its numbers are read when they are asked for.
+    """Array on disk with known shape and type, which is read on use.
 
     Args:
-        source: holds it.
-        offset: of its first byte.
-        check: checksum that it must have; None: it is not checked.
+        source: Source of the bytes.
+        offset: Offset of the first byte.
+        check: Expected checksum, or None to skip the check.
     """
 
     source: Source
     offset: int
     check: int | None = None
 
-    def found(self) -> np.ndarray | int:
-        """The array; or how many of its bytes there are, if these are not all.
+    def read_available(self) -> np.ndarray | int:
+        """Return the array, or the number of its available bytes if the source is too short.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: If the source cannot be read.
         """
         size = min(self.source.size() - self.offset, self.nbytes)
         if size == self.nbytes:  # nothing is allocated for what is not there
@@ -88,31 +73,29 @@ class OnDisk(Shaped):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """The array.
+        """Read the array and compare its checksum.
 
         Raises:
-            StoreError: it cannot be read, or is not what it was.
+            StoreError: If the array cannot be read, is cut short, or has changed.
         """
         with doing(f"read {self.source}"):
-            found = self.found()
+            found = self.read_available()
         if isinstance(found, int) or self.check not in (None, checksum(found)):
             raise StoreError(f"{self.source} was changed or cut off on the disk: check the disk, and resume the job")
         return found
 
-    def noted(self) -> OnDisk:
-        """The same with the checksum of what it holds now."""
+    def with_checksum(self) -> OnDisk:
         return replace(self, check=checksum(self.read()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The array, for numpy."""
         return self.read() if dtype is None else self.read().astype(dtype)
 
 
 class Lazy(Mapping[str, np.ndarray]):
-    """Tensors by name, each of which is read when it is asked for.
+    """Mapping of tensors that are read from disk on each access.
 
     Args:
-        shapes: the tensors, by name.
+        shapes: Tensors by name.
     """
 
     def __init__(self, shapes: Mapping[str, OnDisk]) -> None:
@@ -129,41 +112,37 @@ class Lazy(Mapping[str, np.ndarray]):
 
 
 class Scratch:
-    """A file of arrays that change. It has no name, and is gone with this object or the process.
+    """Anonymous file for arrays that change, deleted with this object or the process.
+
+    Every method may raise StoreError if the disk is full or fails.
 
     Args:
-        folder: on whose file system it lies.
-        disk: where that is.
-        least: entries from which on an array is written; smaller ones stay in memory.
-
-    Raises, from every method:
-        StoreError: the disk is full, or fails.
+        folder: Folder on the file system to use.
+        disk: Disk of the folder.
+        least: Minimum number of entries of a stored array. Smaller ones remain in memory.
     """
 
     def __init__(self, folder: Path, disk: Disk = REAL, least: int = LEAST) -> None:
         self._folder, self._least = folder, least
         with doing(f"make a file in {folder}"):
-            self._file: OpenFile = disk.scratch(folder)
+            self._file: OpenFile = disk.open_scratch(folder)
         self._end = 0
 
     def __str__(self) -> str:
-        """The running sum's place."""
         return f"the running sum in {self._folder}"
 
     def size(self) -> int:
-        """See `Source`."""
         return self._file.size()
 
     def read_into(self, buffer: Any, offset: int) -> int:
-        """See `Source`."""
         return self._file.read_into(buffer, offset)
 
-    def put(self, array: np.ndarray, before: object = None) -> np.ndarray | OnDisk:
-        """Write an array; returns what it is to be read from.
+    def store_array(self, array: np.ndarray, before: object = None) -> np.ndarray | OnDisk:
+        """Store an array, and return a reference to it, or the array itself if it is small.
 
         Args:
-            array: of any shape.
-            before: what it takes the place of; used if that is of this file and has as many bytes.
+            array: Array of any shape.
+            before: Value replaced by the array, whose space is reused if it is stored in this file with the same size.
         """
         array = np.asarray(array, order="C")
         if array.size < self._least:
@@ -177,7 +156,7 @@ class Scratch:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Sum of an array's 64-bit words, and of the bytes behind the last of them."""
+    """Return the sum of an array's 64-bit words and its remaining bytes, modulo 2^64."""
     given = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     whole = given.size // 8 * 8
     words = np.add.reduce(given[:whole].view(np.uint64), dtype=np.uint64)

@@ -1,9 +1,8 @@
-"""Put the numbers of tensors into an ONNX graph that lacks them: a network's by name, or those of a file beside it.
+"""Insertion of tensor data into ONNX graphs without weights, by name or from external files.
 
-A graph whose initializers bear the names of the network's tensors can go to boards without their numbers, and each
-board puts in its own: what it was sent, and what it alone has. Needs numpy and no library of ONNX's, which boards
-need not have. Exporters such as torch's write a graph and the numbers of its tensors as two files, of which
-`read_whole` makes one. What comes out has yet to be checked (`fedquilt.graph_check`) before anything runs it.
+A graph whose initializers have the names of the network's tensors can be sent to devices without data. Each device
+inserts the tensors received and its own. Exporters such as torch's write a graph and its data as two files, combined by
+`read_with_external_data`. Only numpy is needed. The result must be checked (`fedquilt.graph_check`) before use.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from fedquilt.core import ModelError
-from fedquilt.graph_check import DEPTH_MOST, FILE_MOST, Location, mapped, read_location
+from fedquilt.graph_check import DEPTH_MOST, FILE_MOST, Location, map_file, read_external_location
 from fedquilt.onnx_format import ATTRIBUTE, GRAPH, MODEL, NODE, TENSOR
-from fedquilt.protobuf import Pieces, ProtobufError, Reader, Schema, numbers, signed, text, written
+from fedquilt.protobuf import Pieces, ProtobufError, Reader, Schema, decode_ints, decode_text, encode_message, to_signed
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
@@ -42,32 +41,30 @@ _RAW: Final = {9: TENSOR[9]}
 
 
 class Lack(NamedTuple):
-    """A tensor that a graph lacks."""
-
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
 
-def lacks(graph: bytes | memoryview) -> dict[str, Lack]:
-    """The tensors that a graph names and lacks, by name.
+def missing_tensors(graph: bytes | memoryview) -> dict[str, Lack]:
+    """Return the tensors that a graph declares without data, by name.
 
     Raises:
-        ModelError: it is no ONNX graph as fedquilt writes them.
+        ModelError: If the bytes are not a supported ONNX graph.
     """
-    return {name: lack for name, (lack, _) in _read(graph)[2].items()}
+    return {name: lack for name, (lack, _) in _read_graph(graph)[2].items()}
 
 
-def filled(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """The ONNX file with the tensors that the graph lacks, in pieces; the tensors are not copied.
+def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
+    """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
 
     Args:
-        graph: an ONNX file without the numbers of some of its tensors.
-        tensors: those of the network, by name; what the graph does not name is left out.
+        graph: ONNX file without the data of some tensors.
+        tensors: Tensors of the network by name. Names unknown to the graph are ignored.
 
     Raises:
-        ModelError: no such graph, or a tensor that it lacks is missing, of another shape or of another type.
+        ModelError: If the graph is not supported, or a missing tensor is absent or has another shape or type.
     """
-    model, inner, lacking = _read(graph)
+    model, inner, lacking = _read_graph(graph)
     whole: list[memoryview | Pieces] = []
     for piece in inner["initializer"]:
         assert isinstance(piece, memoryview)
@@ -84,36 +81,35 @@ def filled(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryvi
         raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8).data
         own = inner["initializer"][at]
         assert isinstance(own, memoryview)
-        whole[at] = [own, *written({"raw_data": [raw]}, _RAW)]
-    return written({**model, "graph": [written({**inner, "initializer": whole}, GRAPH)]}, MODEL)
+        whole[at] = [own, *encode_message({"raw_data": [raw]}, _RAW)]
+    return encode_message({**model, "graph": [encode_message({**inner, "initializer": whole}, GRAPH)]}, MODEL)
 
 
 Fields = dict[str, list[int | memoryview]]
 
 
-def _read(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[Lack, int]]]:
-    """Fields of the model, fields of its graph, and each tensor that lacks its numbers with its place among all."""
+def _read_graph(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[Lack, int]]]:
     reader = Reader()
     try:
-        model = reader.message(memoryview(graph), MODEL, "the model")
+        model = reader.read_message(memoryview(graph), MODEL, "the model")
         (data,) = model.get("graph", [0])
         if isinstance(data, int):
             raise ProtobufError("it holds no graph")
-        inner = reader.message(data, GRAPH, "the graph")
+        inner = reader.read_message(data, GRAPH, "the graph")
         inner.setdefault("initializer", [])
         found: dict[str, tuple[Lack, int]] = {}
         for at, piece in enumerate(inner["initializer"]):
             if isinstance(piece, int):
                 continue
-            tensor = reader.message(piece, TENSOR, "a tensor")
-            name = text(tensor.get("name"), NAME_MOST, "a name")
-            shape = tuple(numbers(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}"))
+            tensor = reader.read_message(piece, TENSOR, "a tensor")
+            name = decode_text(tensor.get("name"), NAME_MOST, "a name")
+            shape = tuple(decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}"))
             if NUMBERS & tensor.keys() or prod(shape) <= 0:
                 continue
             (kind,) = tensor.get("data_type", [0])
-            if signed(kind) not in KINDS:
-                raise ProtobufError(f"tensor {name[:80]!r} is of type {signed(kind)}, which cannot be put in")
-            found[name] = (Lack(shape, np.dtype(KINDS[signed(kind)])), at)
+            if to_signed(kind) not in KINDS:
+                raise ProtobufError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which cannot be put in")
+            found[name] = (Lack(shape, np.dtype(KINDS[to_signed(kind)])), at)
     except ProtobufError as error:
         raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
     return model, inner, found
@@ -122,20 +118,20 @@ def _read(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[La
 # -- two files ------------------------------------------------------------------------------------
 
 
-def read_whole(path: Path) -> Pieces:
-    """Read an ONNX file with the numbers that it has in files beside it, as the pieces of one file.
+def read_with_external_data(path: Path) -> Pieces:
+    """Read an ONNX file with the data in files beside it, as the pieces of one file.
 
-    The graph may be anybody's, so it gets plain files of its own folder and nothing else: no path, link or device.
+    The graph is untrusted, so only regular files in its own folder are read.
 
     Returns:
-        One piece, which is not read yet, if the file has all its numbers itself.
+        The pieces, or the mapped file itself if no data are external.
 
     Raises:
-        ModelError: a file cannot be read, is too large or lies elsewhere, or has fewer bytes than the graph says.
+        ModelError: If a file cannot be read, is too large or in another folder, or has too few bytes.
     """
     try:
-        data = mapped(path)
-        found = _TensorFiles(path.parent, len(data)).inline(data, MODEL)
+        data = map_file(path)
+        found = _TensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
     except ProtobufError as error:
         raise ModelError(f"{path.name}: it is no ONNX file as fedquilt writes them: {error}") from None
     except ModelError as error:
@@ -161,31 +157,30 @@ class _TensorFiles:
     size: int
     reader: Reader = field(default_factory=Reader)
 
-    def inline(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
-        """Return a message with the numbers of its tensors inside, or the same message if nothing was outside."""
+    def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
         if depth > MESSAGES_MOST:
             raise ModelError(f"graphs lie within graphs more than {DEPTH_MOST} deep")
-        fields = self.reader.message(data, schema, "the graph")
+        fields = self.reader.read_message(data, schema, "the graph")
         if schema is TENSOR:
-            return self._tensor(data, fields)
+            return self._inline_tensor(data, fields)
         made: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
         for name in _INNER.keys() & fields.keys():
             made[name] = [
-                piece if isinstance(piece, int) else self.inline(piece, _INNER[name], depth + 1)
+                piece if isinstance(piece, int) else self.inline_tensors(piece, _INNER[name], depth + 1)
                 for piece in fields[name]
             ]
         changed = any(new is not old for name in fields for new, old in zip(made[name], fields[name], strict=True))
-        return written(made, schema) if changed else data
+        return encode_message(made, schema) if changed else data
 
-    def _tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
+    def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
         if "external_data" not in fields:
             return data
-        name = text(fields.get("name"), NAME_MOST, "a name")
-        raw = self._read(name, read_location(self.reader, fields, name))
+        name = decode_text(fields.get("name"), NAME_MOST, "a name")
+        raw = self._read_external_data(name, read_external_location(self.reader, fields, name))
         left = {key: value for key, value in fields.items() if key not in ("external_data", "data_location")}
-        return written({**left, "raw_data": [[raw]]}, TENSOR)
+        return encode_message({**left, "raw_data": [[raw]]}, TENSOR)
 
-    def _read(self, name: str, where: Location) -> bytes:
+    def _read_external_data(self, name: str, where: Location) -> bytes:
         file = where.file
         if file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
             raise ModelError(

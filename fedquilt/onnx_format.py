@@ -1,7 +1,7 @@
-"""The part of the ONNX format that graphs may use: operators, fields of messages, and versions that runtimes load.
+"""Permitted part of the ONNX format: operators, message fields and supported versions.
 
-Field numbers are those of onnx.proto (IR version 8 to 14). `UNUSED` names fields that other exporters write and that
-no graph may have; any other field that is not listed here is refused by its number.
+Field numbers are those of onnx.proto (IR version 8 to 14). `UNUSED` lists fields that exporters write but graphs must
+not have. Any other unlisted field is refused.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 """Release of ONNX Runtime -> greatest opset and IR version that it and later ones load. The last one is the newest."""
 
 
-def unsupported_versions(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or its limits are unknown.
+def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is unknown.
 
     Args:
-        graph: Versions of the graph.
-        libraries: Library of the device -> its version (`fedquilt.core.Profile.versions`).
+        graph: Opset and IR version of the graph.
+        libraries: Versions of the device's libraries (`fedquilt.core.Profile.versions`).
     """
     found = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):

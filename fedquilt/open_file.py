@@ -1,4 +1,4 @@
-"""A file that is kept open: `fedquilt.disk.Disk.open`."""
+"""Files that stay open, and retries while no file descriptor is free."""
 
 from __future__ import annotations
 
@@ -42,49 +42,44 @@ def retry_without_descriptor(open: Callable[[], T]) -> T:
 
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
-    """Open a file as `os.open` does, and wait for a file descriptor."""
+    """Open a file like `os.open`, and wait until a file descriptor is free."""
     return retry_without_descriptor(lambda: os.open(path, flags, mode))
 
 
 class OpenFile:
-    """A file that is kept open, so that small reads and writes of it cost one call of the system each.
+    """File that stays open, so that small reads and writes need one system call each.
 
-    Raises, from every method:
-        OSError: as the operating system has it.
+    Every method may raise OSError.
     """
 
     def __init__(self, path: Place, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
 
     def size(self) -> int:
-        """Bytes that it holds."""
         return os.fstat(self._file).st_size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes from `offset`, fewer at the end."""
+        """Read `size` bytes from `offset`, or fewer at the end of the file."""
         return os.pread(self._file, size, offset)
 
     def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        """Fill a buffer from `offset`, and return the number of bytes read."""
         view, size = memoryview(buffer), 0
         while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
             size += found
         return size
 
     def write(self, payload: bytes | memoryview, offset: int) -> None:
-        """Write a part of it."""
-        write_whole(self._file, payload, offset)
+        write_fully(self._file, payload, offset)
 
-    def empty(self) -> None:
-        """Drop all that it holds."""
+    def truncate(self) -> None:
         os.ftruncate(self._file, 0)
 
     def sync(self) -> None:
-        """Wait until what it holds is on the disk."""
+        """Wait until the content is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -93,8 +88,8 @@ class OpenFile:
         self.close()
 
 
-def write_whole(file: int, payload: bytes | memoryview, offset: int) -> None:
-    """Write bytes at an offset of an open file, in as many calls as it takes."""
+def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at an offset of an open file, in several calls if necessary."""
     view = memoryview(payload)
     while view:
         written = os.pwrite(file, view, offset)

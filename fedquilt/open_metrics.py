@@ -1,7 +1,7 @@
-"""Metrics for Prometheus and its like, at http://HOST:PORT/metrics in the OpenMetrics format.
+"""Metrics for Prometheus in the OpenMetrics format, at http://HOST:PORT/metrics.
 
-Whoever has metrics makes plain values (`Family`); the package prometheus_client, the extra `metrics`, is imported only
-where they are served. They are served from a thread of their own: who reads them, or does not, changes nothing else.
+Sources return plain values (`Family`). The package prometheus_client (the extra `metrics`) is imported only when
+metrics are served. A separate thread serves them, so that scrapes do not delay other work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS: Final = Limits(connections=32, per_address=16)  # scrapes are few and sh
 
 
 class Family(NamedTuple):
-    """One metric: its samples differ in their labels' values."""
+    """Metric with samples that differ in their label values."""
 
     name: str  # of a counter without "_total"
     kind: Literal["gauge", "counter"]
@@ -35,12 +35,7 @@ class Family(NamedTuple):
     samples: Sequence[tuple[tuple[str, ...], float]]  # values of `labels`, and the value
 
 
-def address(listen: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT".
-
-    Raises:
-        JobError: it is none.
-    """
+def parse_address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
         raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
@@ -51,24 +46,23 @@ def address(listen: str) -> tuple[str, int]:
 def serve_metrics(
     listen: str | None, collect: Callable[[], Iterable[Family]], connections: Connections | None = None
 ) -> Iterator[str]:
-    """Serve `collect`'s metrics and those of this process while the body runs, and yield the URL, or "".
+    """Serve metrics of `collect` and of this process during the body, and yield the URL.
 
     Args:
-        listen: "HOST:PORT", port 0 for any that is free; None: nothing is served.
-        collect: called in another thread for each request; what it raises is logged, and the request is answered
-            with 500.
+        listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".
+        collect: Function called in another thread for each request. Its errors are logged and answered with status 500.
         connections: Limits on the connections, or None for LIMITS.
 
     Raises:
-        JobError: no such address, one that is taken, or prometheus_client is not installed.
+        JobError: If the address is malformed or in use, or prometheus_client is not installed.
     """
     if listen is None:
         yield ""
         return
-    host, port = address(listen)
-    client: Any = extras.load("prometheus_client")
+    host, port = parse_address(listen)
+    client: Any = extras.load_optional("prometheus_client")
     registry = client.CollectorRegistry()
-    registry.register(_Collector(collect, extras.load("prometheus_client.core")))
+    registry.register(_Collector(collect, extras.load_optional("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
     answers = _Answers(client.make_wsgi_app(registry))
     try:
@@ -108,7 +102,7 @@ class _Answers:
                 status, headers, body = self._call_application(path, query, accepted)
                 self._made[key] = time.monotonic(), status, headers, body
             _, status, headers, body = self._made[key]
-        exchange.answer(status, headers, body)
+        exchange.send_response(status, headers, body)
 
     def _call_application(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of the application for a request."""
@@ -130,7 +124,7 @@ class _Collector:
         self._collect, self._kinds = collect, kinds
 
     def describe(self) -> list[Any]:
-        """Nothing: the names are known when there is something to collect."""
+        # Names are unknown until something is collected.
         return []
 
     def collect(self) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""A run's result as it goes to boards that have a part of it each for themselves: one blob, the same for all.
+"""Personalised result of a run, as one blob for all devices that keep parts of the model.
 
-The blob is a safetensors file. Its tensors are the network's ONNX graph without the numbers of the network's tensors
-(`fedquilt.onnx_fill`) under "graph", and the bundles of an evaluation's task, as "<bundle>/<tensor>". Its metadata
-hold that task, encoded as on the wire. A board puts the network together of these and of what it has kept.
+The blob is a safetensors file. It contains the network's ONNX graph without tensor data (`fedquilt.onnx_fill`) as
+"graph", and the bundles of an evaluation task as "<bundle>/<tensor>". Its metadata contain the encoded task. A device
+builds its network from these and from its private state.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _KEY: Final = "personal"
 
 
 class Parts(NamedTuple):
-    """Content of a file."""
-
     graph: np.ndarray  # bytes
     bundles: Mapping[str, Tensors]
 
@@ -40,11 +38,11 @@ class _Head(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
-def encode(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
-    """Encode the evaluation's task for a device that is new to the run, the network's graph and the task's bundles.
+def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
+    """Encode an evaluation task for devices new to the run, with its bundles and the network's graph.
 
     Raises:
-        WireError: the task is larger than a message may be.
+        WireError: If the task exceeds the size of a message.
     """
     import numpy as np
 
@@ -52,15 +50,17 @@ def encode(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
 
     held = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
     held[GRAPH] = np.frombuffer(graph, np.uint8)
-    return tensors.encode(held, {_KEY: wire.encode(task).decode()})
+    return tensors.encode_tensors(held, {_KEY: wire.encode(task).decode()})
 
 
-def task(path: Path, disk: Disk = REAL) -> Task | None:
-    """Read the evaluation's task in a file; None: the file is of another kind, such as ONNX. Imports no numpy.
+def read_task(path: Path, disk: Disk = REAL) -> Task | None:
+    """Read the evaluation task of a file, or return None for a file of another kind.
+
+    Numpy is not imported.
 
     Raises:
-        ModelError: the task was written by another version, or is damaged.
-        OSError: the file cannot be read.
+        ModelError: If the task was written by another version, or is damaged.
+        OSError: If the file cannot be read.
     """
     size = int.from_bytes(disk.read(path, 0, 8), "little")
     if not 0 < size <= HEADER_MOST:
@@ -75,19 +75,19 @@ def task(path: Path, disk: Disk = REAL) -> Task | None:
         raise ModelError(f"the task in the result of a run with parts on boards: {error}; deploy it anew") from None
 
 
-def read(path: Path) -> Parts:
+def read_personal(path: Path) -> Parts:
     """Read the graph and the bundles of a file.
 
     Raises:
-        ModelError: the file is of another kind, or damaged.
-        StoreError: the file cannot be read.
+        ModelError: If the file is of another kind, or damaged.
+        StoreError: If the file cannot be read.
     """
     import numpy as np
 
     from fedquilt import tensors
 
     try:
-        held = tensors.read(path)
+        held = tensors.read_tensors(path)
     except UpdateError as error:
         raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
     graph = held.pop(GRAPH, None)

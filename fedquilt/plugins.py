@@ -1,11 +1,12 @@
-"""Plug-ins: methods, networks, data sets, meters and engines from outside, by entry point or `module:name`.
+"""Plug-ins: external methods, networks, data sets, meters and engines.
 
-A package declares them in its `pyproject.toml`: `mine = "mine:METHOD"` below
-`[project.entry-points."fedquilt.methods"]`. Entry points are read when a name is looked up, and a package is imported
-only when something of it is used by name: a broken one disturbs nobody else. Our own are files in folders;
-every look-up passes their names.
+A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
+`mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
+package is imported only when a job names one of its plug-ins, so a broken package affects no other. The built-in
+methods and networks are files in folders: their names are the argument `ours` of each lookup.
 
-On a board no message alone can cause an import: `restrict` limits a process to the packages that agent.toml allows.
+On a device, a message alone can never cause an import: `restrict_plugins` limits a process to the packages that
+agent.toml allows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _by_code = True  # whether other `module:name` than those in `_allowed` may be i
 
 @dataclass(frozen=True)
 class Plugin:
-    """Something from outside, not imported yet."""
+    """Reference to an external object that is not imported yet."""
 
     kind: Kind
     name: str  # name in a job: of an entry point, or module:name
@@ -75,50 +76,50 @@ class Plugin:
 # -- what there is --------------------------------------------------------------------------------
 
 
-def names(kind: Kind) -> list[str]:
-    """Names of a kind that installed packages offer and this process may import, sorted. Imports none."""
-    return sorted({plugin.name for plugin in _installed(kind)})
+def plugin_names(kind: Kind) -> list[str]:
+    """Return the sorted names of a kind that this process may import. Nothing is imported."""
+    return sorted({plugin.name for plugin in _allowed_plugins(kind)})
 
 
-def modules(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[str, str]:
-    """Plug-ins that this process may import, for a device's profile: "plugin <module>" -> `proof`."""
-    found = [plugin for kind in kinds for plugin in _installed(kind)]
-    found += [_coded("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
-    return {f"plugin {plugin.module}": proof(plugin) for plugin in found}
+def plugin_fingerprints(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[str, str]:
+    """Return the plug-ins of a device's profile: "plugin <module>" -> `fingerprint`."""
+    found = [plugin for kind in kinds for plugin in _allowed_plugins(kind)]
+    found += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
+    return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in found}
 
 
-def of_package(name: str) -> list[Plugin]:
-    """Everything that an installed package offers; [] if there is no such package, or it offers nothing."""
-    found = [plugin for kind in GROUPS for plugin in _installed(kind)]
-    return [plugin for plugin in found if _plain(plugin.package) == _plain(name)]
+def package_plugins(name: str) -> list[Plugin]:
+    """Return all plug-ins of an installed package, or [] if there are none."""
+    found = [plugin for kind in GROUPS for plugin in _allowed_plugins(kind)]
+    return [plugin for plugin in found if _normalized_package(plugin.package) == _normalized_package(name)]
 
 
-def usable(kind: Kind, ours: Collection[str]) -> list[Plugin]:
-    """Plug-ins of a kind with an unambiguous name, sorted; imports none."""
-    found = _installed(kind)
+def usable_plugins(kind: Kind, ours: Collection[str]) -> list[Plugin]:
+    """Return the plug-ins of a kind with an unambiguous name. Nothing is imported."""
+    found = _allowed_plugins(kind)
     return [each for each in found if each.name not in ours and sum(each.name == one.name for one in found) == 1]
 
 
-def complaints(kind: Kind, ours: Collection[str]) -> list[str]:
-    """Sentence for each name of this kind that cannot be used, as it stands for two things."""
+def name_conflicts(kind: Kind, ours: Collection[str]) -> list[str]:
+    """Return an error message for each ambiguous name of a kind."""
     said = []
-    for name in names(kind):
+    for name in plugin_names(kind):
         try:
-            find(kind, name, ours)
+            find_plugin(kind, name, ours)
         except JobError as error:
             said.append(str(error))
     return said
 
 
-def find(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
-    """Find the plug-in of a name; None: it is one of `ours`. Imports nothing.
+def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
+    """Return the plug-in of a name, or None for a built-in name in `ours`. Nothing is imported.
 
     Raises:
-        JobError: there is none, or two, or one that this board's agent.toml does not allow; names it and the mend.
+        JobError: If the name is unknown or ambiguous, or the device's agent.toml does not allow the plug-in.
     """
     if ":" in name:
-        return _coded(kind, name)
-    claims = [plugin for plugin in _installed(kind) if plugin.name == name]
+        return _plugin_from_target(kind, name)
+    claims = [plugin for plugin in _allowed_plugins(kind) if plugin.name == name]
     if name in ours:
         if claims:
             raise JobError(
@@ -133,34 +134,35 @@ def find(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
         )
     if claims:
         return claims[0]
-    there = [*sorted(ours), *names(kind)]
-    shut = [plugin for plugin in _every(kind, tuple(sys.path)) if plugin.name == name]
+    there = [*sorted(ours), *plugin_names(kind)]
+    shut = [plugin for plugin in _installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
     if shut:
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
-        f"{CALLED[kind]} {name!r} is unknown; there are: {', '.join(there) or 'none'}{config.nearest(name, there)}; "
+        f"{CALLED[kind]} {name!r} is unknown; there are: "
+        f"{', '.join(there) or 'none'}{config.suggest_nearest(name, there)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 
 
-def load(kind: Kind, name: str, ours: Collection[str] = ()) -> Any:
-    """Import the object of a name; None: it is one of `ours`.
+def load_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Any:
+    """Import the object of a name, or return None for a built-in name in `ours`.
 
     Raises:
-        JobError: as `find`; or it cannot be imported, or does not exist. Names package, place and mend.
+        JobError: As for `find_plugin`, and if the object does not exist or its import fails.
     """
-    plugin = find(kind, name, ours)
-    return None if plugin is None else imported(plugin)
+    plugin = find_plugin(kind, name, ours)
+    return None if plugin is None else import_plugin(plugin)
 
 
-def imported(plugin: Plugin) -> Any:
+def import_plugin(plugin: Plugin) -> Any:
     """Import the object of a plug-in.
 
     Raises:
-        JobError: the module does not exist, fails at import, or has no such name.
+        JobError: If the module or the object does not exist, or the import fails.
     """
     module, _, attribute = plugin.target.partition(":")
-    with own_folder():
+    with search_current_folder():
         try:
             found = importlib.import_module(module)
         except (Exception, SystemExit) as error:
@@ -169,39 +171,42 @@ def imported(plugin: Plugin) -> Any:
                 raise JobError(f"{plugin}: there is no module {error.name!r}; {mend}") from None
             mend = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
             raise JobError(
-                f"{plugin} fails at import: {type(error).__name__}: {_error_line(error)} ({_place(error)}); {mend}"
+                f"{plugin} fails at import: {type(error).__name__}: {_error_line(error)} "
+                f"({_error_location(error)}); {mend}"
             ) from None
     if not hasattr(found, attribute):
         there = [name for name in vars(found) if not name.startswith("_")]
-        raise JobError(f"{plugin}: {found.__file__} has no {attribute!r}{config.nearest(attribute, there)}")
+        raise JobError(f"{plugin}: {found.__file__} has no {attribute!r}{config.suggest_nearest(attribute, there)}")
     return getattr(found, attribute)
 
 
-def refused(plugin: Plugin, wanted: str, found: Any) -> JobError:
-    """Error for a plug-in whose object is of another kind than wanted."""
+def wrong_kind_error(plugin: Plugin, wanted: str, found: Any) -> JobError:
+    """Return the error for a plug-in with an object that is not of the kind `wanted`."""
     return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: mend {plugin.target}")
 
 
 # -- what a board allows --------------------------------------------------------------------------
 
 
-def restrict(allowed: Collection[str] | None) -> None:
-    """Limit this process to the packages that its board allows, from now on: for agents and their tasks' processes.
+def restrict_plugins(allowed: Collection[str] | None) -> None:
+    """Limit this process to the plug-ins that its device allows.
+
+    Agents and their task processes call this once.
 
     Args:
-        allowed: packages by name, and `module:name`; None: the entry points of all installed packages, and no
-            `module:name`.
+        allowed: Names of packages and of `module:name` plug-ins. None allows the entry points of all installed packages
+            and no `module:name`.
     """
     global _allowed, _by_code
     _allowed, _by_code = None if allowed is None else frozenset(allowed), False
 
 
 @contextmanager
-def restricted(allowed: Collection[str] | None) -> Iterator[None]:
-    """Apply `restrict` within a `with` block."""
+def restrict_plugins_within(allowed: Collection[str] | None) -> Iterator[None]:
+    """Limit this process to the allowed plug-ins within a `with` block."""
     global _allowed, _by_code
     before = _allowed, _by_code
-    restrict(allowed)
+    restrict_plugins(allowed)
     try:
         yield
     finally:
@@ -209,8 +214,8 @@ def restricted(allowed: Collection[str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def own_folder() -> Iterator[None]:
-    """Search the current folder too, for the operator's own code; not on a board."""
+def search_current_folder() -> Iterator[None]:
+    """Import from the current folder too within a `with` block, except on a device."""
     if not _by_code:
         yield
         return
@@ -225,69 +230,76 @@ def own_folder() -> Iterator[None]:
 # -- which content --------------------------------------------------------------------------------
 
 
-def proof(plugin: Plugin) -> str:
-    """Package, version and sha256 of all files of the plug-in's module, as one text with single spaces.
+def fingerprint(plugin: Plugin) -> str:
+    """Return package, version and sha256 of all files of a plug-in's module, as one line.
+
+    Two machines with the same fingerprint run the same code.
 
     Two machines with the same text run the same code. At most 200 characters, as `fedquilt.core.Label` takes.
     """
-    return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {content(plugin.module)}"
+    return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {module_digest(plugin.module)}"
 
 
-def content(module: str) -> str:
-    """The sha256 of all files of a top-level module, of which nothing is run; "unknown" without files."""
-    with own_folder():
-        return _content(module, tuple(sys.path))
+def module_digest(module: str) -> str:
+    """Return the sha256 of all files of a top-level module, or "unknown" without files.
+
+    Nothing is imported.
+    """
+    with search_current_folder():
+        return _digest_on_path(module, tuple(sys.path))
 
 
-def short(proof: str) -> str:
-    """Proof for people, without its package: "1.0 (3fa1b2c4)"; "" if it is none."""
+def format_fingerprint(proof: str) -> str:
+    """Return version and short digest of a fingerprint, "1.0 (3fa1b2c4)", or "" if invalid."""
     _, _, rest = proof.partition(" ")
     version, _, content = rest.partition(" ")
     return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
 
 
-def require_current(then: Mapping[str, str]) -> None:
-    """Check that the packages behind a bundle's network are unchanged, as far as they are installed here.
+def require_unchanged_modules(then: Mapping[str, str]) -> None:
+    """Check that the packages of a bundle's network are unchanged since `fedquilt prepare`.
+
+    Modules without files on this machine are not checked.
 
     Args:
-        then: module -> `proof`, as noted by `fedquilt prepare`.
+        then: A mapping of each module to its fingerprint at the time of `fedquilt prepare`.
 
     Raises:
-        JobError: one has another content here; names the package and both contents.
+        JobError: If the files of a module have changed.
     """
     for module, before in then.items():
-        now = content(module)
+        now = module_digest(module)
         if now != "unknown" and not before.endswith(f" {now}"):
             package = before.partition(" ")[0]
             raise JobError(
-                f"the bundle's network is of package {package} {short(before)}, which has another content here "
+                f"the bundle's network is of package {package} {format_fingerprint(before)}, which has "
+                "another content here "
                 f"({now[:8]}): make the bundle anew with `fedquilt prepare`"
             )
 
 
-def needs(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
-    """Packages a device needs for a name: module -> `proof`; empty if it is one of `ours`.
+def required_modules(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
+    """Return the modules that a device needs for a name, with fingerprints, or {} if built in.
 
     Raises:
-        JobError: as `find`.
+        JobError: As for `find_plugin`.
     """
-    plugin = find(kind, name, ours)
-    return {} if plugin is None else {plugin.module: proof(plugin)}
+    plugin = find_plugin(kind, name, ours)
+    return {} if plugin is None else {plugin.module: fingerprint(plugin)}
 
 
-def allowing(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
-    """Entries that a simulated board's `plugins` needs in order to run a name.
+def allowlist_entries(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
+    """Return the `plugins` entries that a simulated device needs to use a name.
 
     Raises:
-        JobError: as `find`.
+        JobError: As for `find_plugin`.
     """
-    plugin = find(kind, name, ours)
+    plugin = find_plugin(kind, name, ours)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
 
 @lru_cache(maxsize=64)
-def _content(module: str, path: tuple[str, ...]) -> str:
-    """Digest of a top-level module's files, found without running any of it; "unknown" without files."""
+def _digest_on_path(module: str, path: tuple[str, ...]) -> str:
     try:
         spec = util.find_spec(module)
     except (ImportError, ValueError):
@@ -295,7 +307,7 @@ def _content(module: str, path: tuple[str, ...]) -> str:
     if spec is None:
         return "unknown"
     found = [Path(folder) for folder in spec.submodule_search_locations or ()]  # a namespace package may have several
-    files = sorted((file.relative_to(folder).as_posix(), file) for folder in found for file in _files(folder))
+    files = sorted((file.relative_to(folder).as_posix(), file) for folder in found for file in _module_files(folder))
     if not found and spec.origin and Path(spec.origin).is_file():
         files = [(Path(spec.origin).name, Path(spec.origin))]
     digest = hashlib.sha256()
@@ -304,7 +316,7 @@ def _content(module: str, path: tuple[str, ...]) -> str:
     return digest.hexdigest() if files else "unknown"
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _module_files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
         yield from (Path(place, name) for name in names if not name.endswith((".pyc", ".pyo")))
@@ -313,15 +325,17 @@ def _files(folder: Path) -> Iterator[Path]:
 # -- within ---------------------------------------------------------------------------------------
 
 
-def _installed(kind: Kind) -> list[Plugin]:
-    """Entry points that this process may use; of those that two packages claim, both."""
-    found = _every(kind, tuple(sys.path))
-    allowed = {_plain(name) for name in _allowed or ()}
-    return [each for each in found if kind in OWNERS or _allowed is None or _plain(each.package) in allowed]
+def _allowed_plugins(kind: Kind) -> list[Plugin]:
+    # An ambiguous name is listed for each of its packages.
+    found = _installed_plugins(kind, tuple(sys.path))
+    allowed = {_normalized_package(name) for name in _allowed or ()}
+    return [
+        each for each in found if kind in OWNERS or _allowed is None or _normalized_package(each.package) in allowed
+    ]
 
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
-def _every(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
+def _installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
     from importlib import metadata  # here, as most commands look no plug-in up
 
     found: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
@@ -338,8 +352,7 @@ def _every(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
     return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.package)))
 
 
-def _coded(kind: Kind, name: str) -> Plugin:
-    """Plug-in of a `module:name`, if this process may import it."""
+def _plugin_from_target(kind: Kind, name: str) -> Plugin:
     if not TARGET.fullmatch(name):
         raise JobError(f"{CALLED[kind]} {name!r}: write module:name, as in mine.networks:small")
     if kind not in OWNERS and not _by_code and name not in (_allowed or ()):
@@ -357,8 +370,7 @@ def _coded(kind: Kind, name: str) -> Plugin:
     return Plugin(kind, name, name, top, version)
 
 
-def _plain(package: str) -> str:
-    """Name of a distribution as packaging compares it: "Outside_FL" is "outside-fl"."""
+def _normalized_package(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
@@ -367,8 +379,7 @@ def _error_line(error: BaseException) -> str:
     return shorten_error(str(error)) or type(error).__name__
 
 
-def _place(error: BaseException) -> str:
-    """File and line that raised the error; of a syntax error those of the text itself."""
+def _error_location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

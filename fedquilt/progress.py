@@ -1,8 +1,7 @@
-"""Progress of what takes longer than a few seconds: one live line on a terminal, elsewhere a line now and then.
+"""Progress of long operations: a live line on a terminal, otherwise lines at growing intervals.
 
-A terminal's line is rewritten in place. A file or a pipe gets a first line after QUIET_S, then one after EVERY_S or a
-quarter of the time that has passed, whichever is longer, but not later than RARELY_S: of an hour's work some thirty
-lines.
+A file or a pipe gets a first line after QUIET_S, and further ones after EVERY_S or a quarter of the elapsed time,
+whichever is longer, but at most RARELY_S.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ TICK_S: Final = 1.0
 
 
 class Line:
-    """One line about what is going on. Several threads may use it.
+    """Progress line of the current operation. Thread-safe.
 
     Args:
-        out: where it is shown; None: standard error as it is at that moment.
-        live: whether the line is rewritten; None: if `out` is a terminal.
-        clock: seconds.
-        rarely_s: most seconds before the first line, and between two, where none is rewritten.
+        out: Output stream, or None for the current standard error.
+        live: Whether the line is rewritten in place, or None to do so on a terminal.
+        clock: Function that returns seconds.
+        rarely_s: Maximum seconds before the first line and between lines, if not rewritten.
     """
 
     def __init__(
@@ -49,26 +48,25 @@ class Line:
         self._due_s = 0.0
         self._drawn = ""
         self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
-        self._part: tuple[str, float, float] | None = None  # as of `part`
+        self._part: tuple[str, float, float] | None = None  # as of `set_part`
 
     @property
-    def live(self) -> bool:
-        """Whether the line is rewritten in place."""
+    def is_live(self) -> bool:
         return self._out.isatty() if self._live is None else self._live
 
-    def at(self, what: str | Callable[[], str], done: float | None = None, total: float | None = None) -> None:
-        """Show what is being done, if it is time to.
+    def show_status(self, what: str | Callable[[], str], done: float | None = None, total: float | None = None) -> None:
+        """Show the current operation, unless the last line is too recent.
 
         Args:
-            what: in a few words; a function is called only if it is shown.
-            done: how many of `total` are done; with both, how long the others may take is shown too.
-            total: of what `done` counts.
+            what: Short text, or a function that returns the text and is called only when shown.
+            done: Completed part of `total`. With both, the remaining time is shown too.
+            total: Amount of all work.
         """
         with self._lock:
-            now_s, live = self._clock(), self.live
+            now_s, live = self._clock(), self.is_live
             if self._begun_s is None:
                 self._begun_s, self._due_s = now_s, now_s + (0.0 if live else min(QUIET_S, self._rarely_s))
-            left = self._left(done, total, now_s)
+            left = self._format_remaining(done, total, now_s)
             if now_s < self._due_s:
                 return
             told = (what if isinstance(what, str) else what()) + left
@@ -79,42 +77,41 @@ class Line:
                 self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), self._rarely_s)
                 print(told, file=self._out, flush=True)
 
-    def part(self, now: str, done: float, total: float) -> None:
-        """Note which part of the work goes on, for the line that `during` shows; nothing is shown outside of it.
+    def set_part(self, now: str, done: float, total: float) -> None:
+        """Set the current part of the work, which `show_progress` displays.
 
         Args:
-            now: in a few words.
-            done: how many of `total` parts are done.
-            total: number of parts.
+            now: Short text.
+            done: Number of completed parts.
+            total: Number of parts.
         """
         self._part = (now, done, total)
 
-    def elapsed(self, what: str, began_s: float) -> None:
-        """Show what goes on, the part of it that `part` noted last, and for how long it has."""
-        part, so_far = self._part, units.duration(self._clock() - began_s)
+    def show_elapsed(self, what: str, began_s: float) -> None:
+        part, so_far = self._part, units.format_duration(self._clock() - began_s)
         if part is None:
-            return self.at(f"{what}: {so_far} so far")
+            return self.show_status(f"{what}: {so_far} so far")
         now, done, total = part
-        return self.at(f"{what}: {now}, {so_far} so far", done, total)
+        return self.show_status(f"{what}: {now}, {so_far} so far", done, total)
 
-    def say(self, *lines: str) -> None:
-        """Print lines that stay; on a terminal the live line goes, and is shown again below them with the next `at`."""
+    def print_lines(self, *lines: str) -> None:
+        """Print permanent lines. A live line disappears until the next `show_status`."""
         with self._lock:
             self._wipe()
             for line in lines:
                 print(line, file=self._out)
             self._out.flush()
 
-    def aside(self, *lines: str) -> None:
-        """Print lines that stay to standard output, which may be the same terminal."""
+    def print_to_stdout(self, *lines: str) -> None:
+        """Print permanent lines to standard output, which may be the same terminal."""
         with self._lock:
             self._wipe()
             self._out.flush()
             for line in lines:
                 print(line, flush=True)
 
-    def end(self) -> None:
-        """Take the live line away: what went on is over."""
+    def end_operation(self) -> None:
+        """Remove the live line and reset the elapsed time."""
         with self._lock:
             self._wipe()
             self._out.flush()
@@ -136,8 +133,7 @@ class Line:
             print("\r\x1b[K", end="", file=self._out)
             self._drawn, self._due_s = "", 0.0
 
-    def _left(self, done: float | None, total: float | None, now_s: float) -> str:
-        """How far it is, and how long the rest may take, by what has been done since the first call."""
+    def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
         if done is None or total is None:
             return ""
         if self._first is None or self._first[0] != total or done < self._first[1]:
@@ -146,7 +142,7 @@ class Line:
         told = f" ({done:g} of {total:g} done"
         if done > first:
             left_s = (now_s - first_s) / (done - first) * (total - done)
-            told += f", about {units.duration(left_s)} left"
+            told += f", about {units.format_duration(left_s)} left"
         return f"{told})"
 
 
@@ -154,17 +150,16 @@ LINE: Final = Line()
 """The line of this process on standard error: all that a command does shows itself here."""
 
 
-def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:
-    """Call `tell` in a thread of its own again and again, while the body computes or waits without a word."""
-    return threads.repeating(tell, every_s, "progress")
+def call_periodically(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:
+    return threads.call_in_background(tell, every_s, "progress")
 
 
 @contextmanager
-def during(what: str, line: Line = LINE) -> Iterator[None]:
-    """Show what goes on and for how long it has, while the body runs, and how far it is, if the body says `part`."""
+def show_progress(what: str, line: Line = LINE) -> Iterator[None]:
+    """Show an operation with its elapsed time and its current part while the body runs."""
     began_s = line._clock()
     try:
-        with ticking(lambda: line.elapsed(what, began_s)):
+        with call_periodically(lambda: line.show_elapsed(what, began_s)):
             yield
     finally:
-        line.end()
+        line.end_operation()

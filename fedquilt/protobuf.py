@@ -1,10 +1,8 @@
-"""Read protobuf messages field by field, strictly and within a bound, without a library: boards need not have one.
+"""Strict and bounded reading and writing of protobuf messages, without a library.
 
-`written` puts fields that were read, or others in their place, together to a message again.
-
-A message is given as bytes, a memoryview or a mapped file; nothing is copied, so a file of 2 GB costs the pages that
-hold its headers. A field that the caller did not list, one that stands twice where one is expected and one of
-another wire type are refused, because another reader may take them otherwise than this one does.
+Messages are bytes, memoryviews or mapped files, and are not copied, so that a file of 2 GB needs only the pages of its
+headers. Unknown fields, repeated single fields and unexpected wire types are refused, because other readers may
+interpret them differently.
 """
 
 from __future__ import annotations
@@ -35,33 +33,32 @@ _WIRES: Final[Mapping[Kind, tuple[int, ...]]] = {
 _ONCE: Final = frozenset({"int", "float", "bytes"})
 
 
-class ProtobufError(ValueError):
-    """Bytes that are not such a message, or more of them than are read."""
+class ProtobufError(ValueError): ...
 
 
 @dataclass
 class Reader:
-    """Reads the messages of one file; counts their fields.
+    """Reader of the messages of one file, with a limit on their fields.
 
     Args:
-        fields_most: fields read in all; more are refused.
+        fields_most: Maximum number of fields in total.
     """
 
     fields_most: int = FIELDS_MOST
 
-    def message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
-        """Each field's values in order of appearance, by name; packed numbers stay the bytes they are.
+    def read_message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
+        """Return the values of each field by name, in order of appearance. Packed numbers remain bytes.
 
         Args:
-            data: bytes of the message.
-            schema: fields that it may have.
-            what: names the message in errors.
+            data: Bytes of the message.
+            schema: Permitted fields.
+            what: Name of the message in errors.
 
         Raises:
-            ProtobufError: cut short, a field that is not in `schema`, twice where once is expected, or too many.
+            ProtobufError: If the message is cut short, or has an unknown, repeated or excessive field.
         """
         found: dict[str, list[int | memoryview]] = {}
-        for number, wire, value in self._fields(data, what):
+        for number, wire, value in self._read_fields(data, what):
             known = schema.get(number)
             if known is None:
                 raise ProtobufError(f"{what} has field {number}, which is not expected there")
@@ -74,20 +71,20 @@ class Reader:
             values.append(value)
         return found
 
-    def _fields(self, data: memoryview, what: str) -> Iterator[tuple[int, int, int | memoryview]]:
+    def _read_fields(self, data: memoryview, what: str) -> Iterator[tuple[int, int, int | memoryview]]:
         at, end = 0, len(data)
         while at < end:
             self.fields_most -= 1
             if self.fields_most < 0:
                 raise ProtobufError("more fields than a graph of a network has")
-            tag, at = _varint(data, at, what)
+            tag, at = _read_varint(data, at, what)
             number, wire = tag >> 3, tag & 7
             value: int | memoryview
             if wire == _VARINT:
-                value, at = _varint(data, at, what)
+                value, at = _read_varint(data, at, what)
             else:
                 if wire == _BYTES:
-                    size, at = _varint(data, at, what)
+                    size, at = _read_varint(data, at, what)
                 elif wire in (_EIGHT, _FOUR):
                     size = 8 if wire == _EIGHT else 4
                 else:
@@ -98,7 +95,7 @@ class Reader:
             yield number, wire, value
 
 
-def _varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
+def _read_varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]
@@ -110,15 +107,17 @@ def _varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
     raise ProtobufError(f"{what} is cut short")
 
 
-def written(fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema) -> list[bytes | memoryview]:
-    """A message in pieces, its fields in the order of the schema; nothing is copied.
+def encode_message(
+    fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema
+) -> list[bytes | memoryview]:
+    """Return a message in pieces, with fields in the order of the schema and without copying.
 
     Args:
-        fields: values as `Reader.message` gives them, of kinds other than floats. Bytes may be in pieces.
-        schema: fields that the message may have.
+        fields: Values by name, as returned by `Reader.read_message`. Bytes may be in pieces.
+        schema: Permitted fields.
 
     Raises:
-        ProtobufError: a field holds floats.
+        ProtobufError: If a field is of floats.
     """
     found: list[bytes | memoryview] = []
     for number, (name, kind) in schema.items():
@@ -128,16 +127,15 @@ def written(fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: S
             raise ProtobufError(f"{name} is of the kind {kind}, which is not written")
         for value in fields[name]:
             if isinstance(value, int):
-                found.append(_encoded(number << 3 | _VARINT) + _encoded(value))
+                found.append(_encode_varint(number << 3 | _VARINT) + _encode_varint(value))
                 continue
             pieces = [value] if isinstance(value, memoryview) else value
-            found.append(_encoded(number << 3 | _BYTES) + _encoded(sum(len(piece) for piece in pieces)))
+            found.append(_encode_varint(number << 3 | _BYTES) + _encode_varint(sum(len(piece) for piece in pieces)))
             found += pieces
     return found
 
 
-def _encoded(value: int) -> bytes:
-    """A number of variable length: 7 bits in a byte, the lowest first."""
+def _encode_varint(value: int) -> bytes:
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -145,38 +143,38 @@ def _encoded(value: int) -> bytes:
     return bytes((*found, value))
 
 
-def signed(value: int | memoryview) -> int:
-    """A number as protobuf's int64 means it."""
+def to_signed(value: int | memoryview) -> int:
+    """Convert a varint to a signed 64-bit integer. Raise ProtobufError for bytes."""
     if not isinstance(value, int):
         raise ProtobufError("bytes where a number is expected")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def numbers(values: list[int | memoryview], most: int, what: str) -> list[int]:
-    """The signed whole numbers of a field of kind "ints", packed or not.
+def decode_ints(values: list[int | memoryview], most: int, what: str) -> list[int]:
+    """Return the signed integers of a field of kind "ints", packed or not.
 
     Raises:
-        ProtobufError: more than `most`.
+        ProtobufError: If there are more than `most`.
     """
     found: list[int] = []
     for value in values:
         if isinstance(value, int):
-            found.append(signed(value))
+            found.append(to_signed(value))
         else:
             at = 0
             while at < len(value) and len(found) <= most:
-                number, at = _varint(value, at, what)
-                found.append(signed(number))
+                number, at = _read_varint(value, at, what)
+                found.append(to_signed(number))
         if len(found) > most:
             raise ProtobufError(f"{what} has more than {most} numbers")
     return found
 
 
-def text(values: list[int | memoryview] | None, most: int, what: str) -> str:
-    """A field of kind "bytes" as text; "" where it is absent.
+def decode_text(values: list[int | memoryview] | None, most: int, what: str) -> str:
+    """Return a field of kind "bytes" as text, or "" if absent.
 
     Raises:
-        ProtobufError: longer than `most` bytes, or not UTF-8.
+        ProtobufError: If the text has more than `most` bytes, or is not UTF-8.
     """
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""Status messages of a service to systemd (Type=notify): sd_notify(3), without its library."""
+"""Status messages to systemd (Type=notify, sd_notify(3)), without a library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from fedquilt.transport.link import Endpoint
 BEAT_S: Final = 1.0  # shortest interval between messages to the watchdog
 
 
-def notify(word: str, to: str | None = None) -> None:
-    """Send a message to systemd, if it started this process."""
+def send_notification(word: str, to: str | None = None) -> None:
     address = to or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
@@ -22,37 +21,39 @@ def notify(word: str, to: str | None = None) -> None:
             line.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
-def journaled(environ: Mapping[str, str] = os.environ, file: int = 1) -> bool:
-    """Whether a file descriptor, standard output by default, leads to systemd's journal, which others may read."""
+def is_journal_stream(environ: Mapping[str, str] = os.environ, file: int = 1) -> bool:
+    """Return whether a file descriptor, by default standard output, is connected to the journal."""
     found = os.fstat(file)
     return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 class Watched:
-    """Endpoint that reports its steps to systemd: ready after the first, alive after each, and its status in words.
+    """Endpoint wrapper that reports readiness, liveness and status to systemd.
 
-    It is ready before it has a broker: a board starts without a network, and waits for it.
+    Readiness is reported after the first step, without waiting for a broker, because a device may start without a
+    network.
 
     Args:
-        status: one sentence for `systemctl status`.
+        endpoint: The endpoint.
+        status: Function that returns a sentence for `systemctl status`.
+        tell: Function that sends a message.
     """
 
-    def __init__(self, endpoint: Endpoint, status: Callable[[], str], tell: Callable[[str], None] = notify) -> None:
+    def __init__(
+        self, endpoint: Endpoint, status: Callable[[], str], tell: Callable[[str], None] = send_notification
+    ) -> None:
         self._endpoint, self._status, self._tell = endpoint, status, tell
         self._told_s: float | None = None
         self._said = ""
 
     @property
     def finished(self) -> bool:
-        """Whether the endpoint has finished."""
         return self._endpoint.finished
 
     def fds(self) -> Sequence[int]:
-        """File descriptors of the endpoint."""
         return self._endpoint.fds()
 
     def step(self, now_s: float) -> float:
-        """Step the endpoint, then report to systemd, not more often than necessary."""
         due_s = self._endpoint.step(now_s)
         words = []
         if self._told_s is None:

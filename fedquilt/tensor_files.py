@@ -1,6 +1,6 @@
-"""Tensors of safetensors files, one at a time in memory: of a large update or a base, and of a state as it is stored.
+"""Tensors of safetensors files, with one tensor at a time in memory.
 
-The bytes are those of `fedquilt.tensors.encode` and `pack`.
+The bytes are those of `encode_tensors` and `pack_state` in `fedquilt.tensors`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ STATE_HEADER_MOST: Final = 100 << 20  # bytes of a state's header: safetensors' 
 
 
 class Stored(Lazy):
-    """Tensors of a safetensors file, read each time that one is asked for, and sorted by name.
+    """Tensors of a safetensors file, read on each access and sorted by name.
 
     Args:
-        path: of the file.
-        disk: where it is.
-        header_most: bytes of a header that is read.
+        path: Path of the file.
+        disk: Disk of the file.
+        header_most: Maximum number of bytes of the header.
 
     Raises:
-        UpdateError: not safetensors.
-        StoreError: unreadable.
+        UpdateError: If the file is not safetensors.
+        StoreError: If the file cannot be read.
     """
 
     def __init__(self, path: Path | str, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
@@ -51,15 +51,14 @@ class Stored(Lazy):
                 raise ValueError(f"a header of {size} bytes: {header_most} are permitted")
             table = json.loads(disk.read(path, 8, size))
             self.metadata: Mapping[str, str] = table.pop("__metadata__", {})
-            places = ((str(name), self._place(8 + size, entry)) for name, entry in sorted(table.items()))
+            places = ((str(name), self._array_from_entry(8 + size, entry)) for name, entry in sorted(table.items()))
             super().__init__({name: place for name, place in places if place is not None})
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as e:
             raise UpdateError(f"not a safetensors file: {e}") from None
 
-    def _place(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
-        """Where a tensor is; None: it is left out."""
+    def _array_from_entry(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
         first, end = map(int, entry["data_offsets"])
         shape = tuple(map(int, entry["shape"]))
         place = OnDisk(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + first)
@@ -72,7 +71,7 @@ class Stored(Lazy):
     def __getitem__(self, name: str) -> np.ndarray:
         place = self.shapes[name]
         try:
-            found = place.found()
+            found = place.read_available()
         except OSError as error:
             raise StoreError(f"cannot read {self._file}: {error.strerror}") from None
         if isinstance(found, int):
@@ -81,22 +80,20 @@ class Stored(Lazy):
 
 
 class Floats(Stored):
-    """The float32 tensors of such a file."""
-
-    def _place(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
-        return super()._place(begin, entry) if entry["dtype"] == "F32" else None
+    def _array_from_entry(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
+        return super()._array_from_entry(begin, entry) if entry["dtype"] == "F32" else None
 
 
 # -- writing --------------------------------------------------------------------------------------
 
 
-def write(path: Path, given: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
-    """Write the bytes of `tensors.encode` into a file that exists or not, without a copy of them in memory.
+def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
+    """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If the file cannot be written.
     """
-    shapes = tensors.shapes(given)
+    shapes = tensors.tensor_shapes(given)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library knows the order of tensors, by types and names
     table: dict[str, Any] = json.loads(payload[8:])
@@ -117,46 +114,49 @@ def write(path: Path, given: Tensors, metadata: dict[str, str] | None = None, di
 
 
 def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
-    """Read a state of type `kind`, as `tensors.unpack` does.
+    """Read a state of type `kind`, like `unpack_state`.
 
     Args:
-        path: of the file, which stays as long as the state is used.
-        kind: of the state.
-        disk: where it is.
-        lazy_bytes: mappings of arrays, fields of the state, stay on the disk if they have as many: see `on_disk.Lazy`.
+        path: Path of the file, which must exist as long as the state is used.
+        kind: Type of the state.
+        disk: Disk of the file.
+        lazy_bytes: Minimum size of a mapping of arrays that stays on the disk (`on_disk.Lazy`).
 
     Raises:
-        StoreError: the file cannot be read, or is not a state of that type.
+        StoreError: If the file cannot be read, or is not a state of that type.
     """
     try:
         found = Stored(path, disk, STATE_HEADER_MOST)
         skeleton = json.loads(found.metadata["state"])
-        places = {name: _places(found, skeleton[name]) for name in tensors.mappings(kind) if name in skeleton}
+        places = {
+            name: _arrays_by_key(found, skeleton[name])
+            for name in tensors.array_mapping_fields(kind)
+            if name in skeleton
+        }
         late = {name: Lazy(each) for name, each in places.items() if each and tensors.total_bytes([each]) >= lazy_bytes}  # type: ignore[list-item]
         for name, each in late.items():
-            skeleton[name], late[name] = {}, Lazy({key: place.noted() for key, place in each.shapes.items()})
-        whole = tensors.whole(found, {"state": json.dumps(skeleton)}, kind)
+            skeleton[name], late[name] = {}, Lazy({key: place.with_checksum() for key, place in each.shapes.items()})
+        whole = tensors.state_from_parts(found, {"state": json.dumps(skeleton)}, kind)
         return replace(whole, **late) if late else whole  # type: ignore[type-var]
     except (UpdateError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
-def _places(found: Stored, value: Any) -> dict[str, OnDisk]:
-    """Places of a field's arrays by their keys; {}: there is no mapping."""
+def _arrays_by_key(found: Stored, value: Any) -> dict[str, OnDisk]:
     return {key: found.shapes[str(each["$array"])] for key, each in (value or {}).items()}
 
 
-def read_sum(path: Path | str, kind: type[T], disk: Disk, room: Scratch) -> T:
-    """Read an accumulator of type `kind` into a scratch file, one array after the other.
+def read_accumulator(path: Path | str, kind: type[T], disk: Disk, room: Scratch) -> T:
+    """Read an accumulator of type `kind` into a scratch file, one array at a time.
 
     Raises:
-        StoreError: the file cannot be read, or is no accumulator of that type.
+        StoreError: If the file cannot be read, or is not an accumulator of that type.
     """
     try:
         found = Stored(path, disk, STATE_HEADER_MOST)
         slots = {name: np.empty(0) for name in found}
         names = {id(slot): name for name, slot in slots.items()}
-        total = tensors.whole(slots, found.metadata, kind)
-        return exact.laid_out(total, lambda slot: room.put(found[names[id(slot)]]))
+        total = tensors.state_from_parts(slots, found.metadata, kind)
+        return exact.map_limbs(total, lambda slot: room.store_array(found[names[id(slot)]]))
     except UpdateError as error:
         raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None

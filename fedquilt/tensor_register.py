@@ -1,7 +1,7 @@
-"""Register of a network's tensors: what each is, which module owns it, and in which order the modules are called.
+"""Register of a network's tensors: kind and module of each, and the call order of modules.
 
-`fedquilt prepare` traces it into the bundle (`models.networks.tensor_register`). Methods decide by the register, not by
-names or shapes. A tensor that several names share is in the model once, under the first of these names.
+`fedquilt prepare` traces the register into the bundle (`models.networks.tensor_register`). Methods use the register
+rather than names or shapes. A tensor with several names is in the model once, under the first name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.core.method import shapes
+from fedquilt.core.method import tensor_shapes
 
 Kind = Literal["parameter", "buffer", "counter"]
 CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
@@ -24,8 +24,6 @@ MADE_OF: Final = ".parametrizations."  # in names of tensors that torch makes a 
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a network."""
-
     name: str
     kind: Kind  # a counter is a buffer of whole numbers
     module: str  # path of the module that owns it, ""  for the network itself
@@ -36,40 +34,44 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     aliases: tuple[str, ...] = ()  # further names of the tensor
 
     @property
-    def leaf(self) -> str:
-        """Name within the module; of what makes a tensor, as weight normalisation does, that tensor's name."""
+    def name_in_module(self) -> str:
+        """Name within the module, or of the tensor made from this one (as in weight normalisation)."""
         return self.name.partition(MADE_OF)[2].partition(".")[0] or self.name.rpartition(".")[2]
 
     @property
-    def weighs(self) -> bool:
-        """Return whether it is a layer's weight or makes it: torch has both `parametrizations` and `weight_g`."""
-        return self.leaf.startswith("weight")
+    def is_weight(self) -> bool:
+        """Whether the tensor is a layer's weight, or a factor that the weight is made of."""
+        return self.name_in_module.startswith("weight")
 
 
 class Register(msgspec.Struct, frozen=True):
-    """Entries of all tensors, and the paths of the modules in the order of their first call."""
+    """Entries of all tensors, and paths of modules in the order of their first call."""
 
     tensors: tuple[Entry, ...]
     calls: tuple[str, ...] = ()
 
-    def entry(self, name: str) -> Entry | None:
-        """Return the entry of a tensor, or None for one that a method has added to the network."""
+    def find_entry(self, name: str) -> Entry | None:
+        """Return the entry of a tensor, or None for a tensor added by a method."""
         return _entries_by_name(self).get(name)
 
     def parameters_of(self, model: Tensors) -> list[str]:
         """Return the names of the model's tensors that gradients change."""
-        return [name for name in shapes(model) if (entry := self.entry(name)) is None or entry.kind == "parameter"]
+        return [
+            name
+            for name in tensor_shapes(model)
+            if (entry := self.find_entry(name)) is None or entry.kind == "parameter"
+        ]
 
     def with_aliases(self, model: Tensors) -> dict[str, Any]:
         """Return the model with each tensor under all of its names, as `load_state_dict` wants it."""
-        named = {alias: name for name in model if (entry := self.entry(name)) for alias in entry.aliases}
+        named = {alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases}
         return {**model, **{alias: model[name] for alias, name in named.items()}}
 
     def is_coupled(self, model: Collection[str], moved: Collection[str] | None = None) -> bool:
         """Return whether trained batch normalisation couples the examples of a mini-batch.
 
         Args:
-            model: Names of the tensors that there are.
+            model: Names of the model's tensors.
             moved: Names of the trained tensors, or None for all. Batch normalisation without trained tensors is frozen.
         """
         norms = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
@@ -78,45 +80,43 @@ class Register(msgspec.Struct, frozen=True):
         learned = {entry.module for entry in norms if entry.kind == "parameter"}
         return any(entry.name in moved or entry.module not in learned for entry in norms)
 
-    def convolutions(self, model: Collection[str]) -> set[str]:
-        """Return the paths of the convolutions with a tensor among these."""
+    def convolution_paths(self, model: Collection[str]) -> set[str]:
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
-    def weights(self) -> dict[str, str]:
-        """Return module -> its weight, of the modules that have one of their own."""
-        found = [entry for entry in self.tensors if entry.leaf == "weight" and entry.kind == "parameter"]
+    def weights_by_module(self) -> dict[str, str]:
+        """Return the name of the plain weight of each module that has one."""
+        found = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
         return {entry.module: entry.name for entry in found}
 
-    def linears(self) -> set[str]:
-        """Return the paths of the linear layers that share their weight with no layer before them."""
-        return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.weighs}
+    def linear_paths(self) -> set[str]:
+        """Return the paths of the linear layers, without layers that share an earlier layer's weight."""
+        return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.is_weight}
 
     def require_plain_weight(self, layer: str) -> None:
-        """Check that a layer's weight is a tensor of its own.
+        """Check that a layer's weight is a single tensor.
 
         Raises:
-            ModelError: The weight is made of other tensors, as weight normalisation does.
+            ModelError: If the weight is made of other tensors, as in weight normalisation.
         """
-        made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.weighs]
+        made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.is_weight]
         if f"{layer}.weight" not in made_of:
             raise ModelError(
                 f"the weight of {layer!r} is made of {', '.join(map(repr, made_of))}, and this method needs the weight "
                 "itself: give the layer a plain weight, or take another method"
             )
 
-    def running_means(self) -> dict[str, str]:
-        """Return running variance -> running mean of each batch normalisation."""
+    def running_means_by_variance(self) -> dict[str, str]:
+        """Return the name of the running mean for each running variance of batch normalisation."""
         norms = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
         pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
         return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norms}
 
     def is_running_statistic(self, name: str) -> bool:
         """Return whether a tensor is a running statistic: a buffer of floats that the forward pass changes."""
-        entry = self.entry(name)
+        entry = self.find_entry(name)
         return entry is not None and entry.kind == "buffer" and entry.trained
 
     def tensors_of_modules(self, chosen: Collection[str]) -> set[str]:
-        """Return the names of all tensors of these modules."""
         return {entry.name for entry in self.tensors if entry.module in chosen}
 
     def parameters_by_layer(self) -> dict[str, tuple[str, ...]]:
@@ -129,7 +129,7 @@ class Register(msgspec.Struct, frozen=True):
         Raises:
             ModelError: The layer called last shares its weights with another layer.
         """
-        linear = self.linears()
+        linear = self.linear_paths()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
         last = self.in_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
         if not last or last[0] in linear:
@@ -146,13 +146,13 @@ class Register(msgspec.Struct, frozen=True):
         """
         place = _call_positions(self)
 
-        def key(name: str) -> tuple[int, list[tuple[int, int | str]]]:
+        def sort_key(name: str) -> tuple[int, list[tuple[int, int | str]]]:
             path = name
             while path and path not in place:
                 path = path.rpartition(".")[0]
             return place.get(path, -1), natural_key(name)
 
-        return sorted(names, key=key)
+        return sorted(names, key=sort_key)
 
 
 def register_of(network: Mapping[str, Any]) -> Register:
@@ -171,7 +171,6 @@ def register_of(network: Mapping[str, Any]) -> Register:
 
 
 def register_of_mlp(layers: int) -> Register:
-    """Return the register of an `mlp` with this number of linear layers."""
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
         Entry(f"{path}.{leaf}", "parameter", path, path, "Linear", normalises=False, trained=True)
@@ -182,7 +181,6 @@ def register_of_mlp(layers: int) -> Register:
 
 
 def register_of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Register:
-    """Return a register of tensors with the given kinds, or parameters where none is given."""
     rows = []
     for name in names:
         path = name.rpartition(".")[0]
@@ -191,7 +189,6 @@ def register_of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Regist
 
 
 def without_register(network: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a network's table without its register."""
     return {key: value for key, value in network.items() if key != "register"}
 
 

@@ -1,8 +1,8 @@
-"""Tensors: arithmetic on name -> array mappings, their bytes, and storage of states. Always new arrays.
+"""Tensors as mappings from names to arrays: arithmetic, encoding, and storage of states.
 
-Bytes are safetensors, in sorted order of names, so that equal tensors have equal bytes and hence
-one sha256. A state (a frozen dataclass of arrays, scalars, strings, tuples, mappings and further
-dataclasses) is packed generically: its arrays as tensors, its shape as JSON in the header.
+All functions return new arrays. Tensors are encoded as safetensors, sorted by name, so that equal tensors have equal
+bytes and one sha256. A state (a frozen dataclass of arrays, scalars, strings, tuples, mappings and further dataclasses)
+is packed generically: its arrays as tensors, its structure as JSON in the header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from fedquilt import known_fields
 from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, derive_seed
-from fedquilt.core import shapes as shapes
+from fedquilt.core import tensor_shapes as tensor_shapes
 
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
@@ -36,39 +36,36 @@ COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
 
 
 class NoStateError(StoreError):
-    """Stored bytes that are no state of the type that is asked for, as another version of fedquilt writes them."""
+    """Error for stored bytes that are not a state of the expected type, such as of another version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Shape and type in place of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such a tensor in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def layout(tensors: Tensors) -> dict[str, str]:
-    """Types and shapes as an update's manifest tells them: {"fc.weight": "f4:10,64"}."""
-    told = shapes(tensors).items()
+def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
+    """Return types and shapes for an update's manifest, such as {"fc.weight": "f4:10,64"}."""
+    told = tensor_shapes(tensors).items()
     return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in told}
 
 
-def shaped(layout: Mapping[str, str]) -> dict[str, Shaped]:
-    """The types and shapes that `layout` has told.
+def specs_from_layout(layout: Mapping[str, str]) -> dict[str, Shaped]:
+    """Return the types and shapes in a manifest's layout.
 
     Raises:
-        UpdateError: something else; names the tensor.
+        UpdateError: If an entry is malformed.
     """
-    return {name: _shaped(name, told) for name, told in layout.items()}
+    return {name: _spec_from_text(name, told) for name, told in layout.items()}
 
 
 @lru_cache(maxsize=1 << 12)
-def _shaped(name: str, told: str) -> Shaped:
+def _spec_from_text(name: str, told: str) -> Shaped:
     found = _LAYOUT.fullmatch(told)
     if found is None or found[2].count(",") >= AXES_MOST:
         raise UpdateError(
@@ -80,43 +77,43 @@ def _shaped(name: str, told: str) -> Shaped:
 _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)")
 
 
-def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
-    """Apply `function` to the arrays of the same name in every mapping.
+def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
+    """Apply a function to the arrays of the same name in every mapping.
 
     Raises:
-        UpdateError: names or shapes differ; names them.
+        UpdateError: If names or shapes differ, or a number is not finite.
     """
     for other in others:
-        require_like(other, first)
+        require_matching(other, first)
     return {name: np.asarray(function(array, *(other[name] for other in others))) for name, array in first.items()}
 
 
-def require_like(given: Tensors, wanted: Tensors) -> None:
-    """Raise UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
+def require_matching(given: Tensors, wanted: Tensors) -> None:
+    """Raise UpdateError unless names and shapes are those of `wanted` and all numbers are finite."""
     _require_names(given, wanted)
-    for name, array in shapes(given).items():
-        _require_shape(name, array, shapes(wanted)[name])
+    for name, array in tensor_shapes(given).items():
+        _require_shape(name, array, tensor_shapes(wanted)[name])
     require_finite(given)
 
 
-def require_same(given: Tensors, wanted: Tensors | Mapping[str, Shaped]) -> None:
-    """Check an update's tensors before they are added up.
+def require_addable(given: Tensors, wanted: Tensors | Mapping[str, Shaped]) -> None:
+    """Check an update's tensors before they are aggregated.
 
-    An integer tensor is a counter: from 0 to `COUNTED_MOST`. A floating-point number may be as large as the root of
-    its type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
+    Integers are counters from 0 to `COUNTED_MOST`. Floating-point numbers may be as large as the square root of their
+    type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
 
     Raises:
-        UpdateError: a name, a shape or a type differs from `wanted`, or a number is out of these bounds.
+        UpdateError: If a name, shape or type differs from `wanted`, or a number is out of bounds.
     """
     _require_names(given, wanted)
-    like = shapes(wanted)
+    like = tensor_shapes(wanted)
     for name, array in given.items():
         _require_shape(name, array, like[name])
         if array.dtype != like[name].dtype:
             raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {like[name].dtype}")
         if array.dtype.kind not in "fiu" or not array.size:
             continue
-        least, most = bounds(array.dtype)
+        least, most = addable_range(array.dtype)
         if not (least <= array.min() and array.max() <= most):
             require_finite({name: array})
             raise UpdateError(
@@ -126,8 +123,8 @@ def require_same(given: Tensors, wanted: Tensors | Mapping[str, Shaped]) -> None
 
 
 @cache
-def bounds(kind: np.dtype[Any]) -> tuple[float, float]:
-    """Least and largest number of a tensor of this type that may be added up."""
+def addable_range(kind: np.dtype[Any]) -> tuple[float, float]:
+    """Return the least and the largest number of this type that may be aggregated."""
     if kind.kind != "f":
         return 0, COUNTED_MOST
     most = float(np.finfo(kind).max)
@@ -153,17 +150,17 @@ def require_finite(given: Tensors) -> None:
             raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
 
 
-def rng(*keys: object) -> np.random.Generator:
-    """Generator keyed by any values: the same keys give the same numbers on every machine."""
+def seeded_rng(*keys: object) -> np.random.Generator:
+    """Return a generator seeded by any values, equal on every machine."""
     return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
 
 
 # -- bytes ----------------------------------------------------------------------------------------
 
 
-def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
-    """Encode as safetensors; equal input gives equal bytes."""
-    placed = ordered(tensors)
+def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
+    """Encode tensors as safetensors. Equal tensors have equal bytes."""
+    placed = sort_tensors(tensors)
     shapes = tuple((name, array.dtype, array.shape) for name, array in placed.items())
     known = None if metadata else _heads.get(shapes)
     if known is not None:
@@ -171,22 +168,16 @@ def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
         return b"".join((head, *(placed[name].data for name in names)))
     payload = safetensors.numpy.save(placed, metadata)
     if not metadata and all(dtype.isnative and dtype.kind in "fiub" for _, dtype, _ in shapes):
-        _learn(payload, placed)
+        _cache_header(payload, placed)
     return payload
 
 
-def ordered(tensors: Tensors) -> dict[str, np.ndarray]:
-    """Tensors in the order of their names, as their bytes are stored."""
+def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # keeps shape ()
 
 
-def decode(payload: bytes) -> dict[str, np.ndarray]:
-    """Decode safetensors bytes, sorted by name.
-
-    Raises:
-        UpdateError: not safetensors.
-    """
-    known = _layouts.get(payload[: _head_bytes(payload)])
+def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
+    known = _layouts.get(payload[: _header_bytes(payload)])
     if known is not None and len(payload) == known.size:
         return {
             name: np.ndarray(shape, dtype, payload, start).copy()  # the caller's own
@@ -199,16 +190,16 @@ def decode(payload: bytes) -> dict[str, np.ndarray]:
         found = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
-    _learn(payload, found)
+    _cache_header(payload, found)
     return found
 
 
-def read(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors in a safetensors file; `sha256` is that of its bytes, "" if it is not known.
+def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
+    """Read the tensors of a safetensors file, and compare its sha256 unless "".
 
     Raises:
-        UpdateError: not safetensors.
-        StoreError: unreadable, or of another sha256.
+        UpdateError: If the file is not safetensors.
+        StoreError: If the file cannot be read, or has another sha256.
     """
     try:
         payload = path.read_bytes()
@@ -216,7 +207,7 @@ def read(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
         raise StoreError(f"{path} is damaged: its bytes are not those it was stored with")
-    return decode(payload)
+    return decode_tensors(payload)
 
 
 class _Layout(NamedTuple):
@@ -235,14 +226,12 @@ LAYOUTS_MOST: Final = 64
 LEARNED_MOST: Final = 64 * 1024  # bytes of a header that is kept
 
 
-def _head_bytes(payload: bytes) -> int:
-    """The size of a blob's header with the number before it, as the blob tells it."""
+def _header_bytes(payload: bytes) -> int:
     return 8 + int.from_bytes(payload[:8], "little")
 
 
-def _learn(payload: bytes, found: Tensors) -> None:
-    """Keep the header of a blob that the library has written, or has read as `found`."""
-    size = _head_bytes(payload)
+def _cache_header(payload: bytes, found: Tensors) -> None:
+    size = _header_bytes(payload)
     if size > LEARNED_MOST:
         return
     head = payload[:size]
@@ -263,30 +252,30 @@ def _learn(payload: bytes, found: Tensors) -> None:
 # -- states ---------------------------------------------------------------------------------------
 
 
-def pack(state: Any) -> bytes:
-    """Pack a whole state into one blob; errors as of `parts`."""
-    return encode(*parts(state))
+def pack_state(state: Any) -> bytes:
+    return encode_tensors(*split_state(state))
 
 
-def parts(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays of a state, and the metadata that says where in it they belong. Those on the disk are not read.
+def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays of a state and the metadata to restore it. Arrays on disk are not read.
 
-    The annotations of the state's dataclasses declare its arrays. A numpy scalar, which numpy's arithmetic
-    makes of arrays without axes, is stored there as an array of shape () in its own dtype; if a plain
-    number is annotated, it is stored as a plain number.
+    The annotations of the state's dataclasses declare its arrays. A numpy scalar is stored as an array of shape () if
+    an array is annotated, and as a plain number otherwise.
 
     Raises:
-        TypeError: the state holds something unlike its annotations, which `unpack` could not read back.
+        TypeError: If a value does not match the annotations, so that `unpack_state` could not restore it.
     """
     arrays: dict[str, np.ndarray] = {}
 
-    def keep(value: Any) -> Any:
+    def encode_array(value: Any) -> Any:
         if isinstance(value, np.ndarray | _Apart):
             arrays[str(len(arrays))] = value if isinstance(value, np.ndarray) else value.array
             return {"$array": len(arrays) - 1}
         raise TypeError(f"a state may not hold a {type(value).__name__}")
 
-    skeleton = msgspec.to_builtins(_annotated(state, type(state), type(state).__name__), enc_hook=keep, str_keys=True)
+    skeleton = msgspec.to_builtins(
+        _convert_scalars(state, type(state), type(state).__name__), enc_hook=encode_array, str_keys=True
+    )
     return arrays, {"state": json.dumps(skeleton, sort_keys=False)}
 
 
@@ -297,14 +286,7 @@ class _Apart:
         self.array = array
 
 
-def _annotated(value: Any, kind: Any, at: str) -> Any:
-    """Value with its numpy scalars as `kind` annotates them: arrays without axes, or plain numbers.
-
-    Args:
-        value: of the state, or a part of it.
-        kind: annotation of the value.
-        at: path within the state, for errors.
-    """
+def _convert_scalars(value: Any, kind: Any, at: str) -> Any:
     if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
@@ -315,28 +297,29 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if (hints := _hints(value.__class__)) is not None:
-        return {name: _annotated(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
+    if (hints := _field_annotations(value.__class__)) is not None:
+        return {name: _convert_scalars(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
     if isinstance(value, Mapping):
-        inner = (_arguments(kind, Mapping) or (Any, Any))[1]
-        return {key: _annotated(each, inner, f"{at}[{key!r}]") for key, each in shapes(value).items()}
+        inner = (_type_arguments(kind, Mapping) or (Any, Any))[1]
+        return {key: _convert_scalars(each, inner, f"{at}[{key!r}]") for key, each in tensor_shapes(value).items()}
     if isinstance(value, tuple | list):
-        kinds = _arguments(kind, tuple) or _arguments(kind, Sequence)
+        kinds = _type_arguments(kind, tuple) or _type_arguments(kind, Sequence)
         if len(kinds) != len(value) or Ellipsis in kinds:
             kinds = (kinds[0] if kinds else Any,) * len(value)
-        return [_annotated(each, inner, f"{at}[{i}]") for i, (each, inner) in enumerate(zip(value, kinds, strict=True))]
+        return [
+            _convert_scalars(each, inner, f"{at}[{i}]")
+            for i, (each, inner) in enumerate(zip(value, kinds, strict=True))
+        ]
     return value
 
 
 @cache
 def _declares_array(kind: Any) -> bool:
-    """Whether an annotation is of an array, or of one among other things."""
     return kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind))
 
 
 @cache
-def _arguments(kind: Any, of: type) -> tuple[Any, ...]:
-    """Type arguments of a generic type, or of the alternative of a union that is a kind of `of`; (): none."""
+def _type_arguments(kind: Any, of: type) -> tuple[Any, ...]:
     for each in (kind, *get_args(kind)):
         origin = get_origin(each)
         if isinstance(origin, type) and issubclass(origin, of):
@@ -345,24 +328,24 @@ def _arguments(kind: Any, of: type) -> tuple[Any, ...]:
 
 
 @cache
-def _hints(kind: type) -> tuple[tuple[str, Any], ...] | None:
-    """Names and annotations of a dataclass's fields; None: it is none."""
+def _field_annotations(kind: type) -> tuple[tuple[str, Any], ...] | None:
     if not is_dataclass(kind):
         return None
     hints = get_type_hints(kind)
     return tuple((each.name, hints[each.name]) for each in fields(kind))
 
 
-def mappings(kind: type) -> list[str]:
-    """Names of a state's fields that are mappings of arrays."""
-    return [name for name, hint in _hints(kind) or () if _arguments(hint, Mapping)[1:] == (np.ndarray,)]
+def array_mapping_fields(kind: type) -> list[str]:
+    return [
+        name for name, hint in _field_annotations(kind) or () if _type_arguments(hint, Mapping)[1:] == (np.ndarray,)
+    ]
 
 
-def unpack(payload: bytes, kind: type[T]) -> T:
-    """Unpack a state of type `kind` that `pack` stored, equal in every bit.
+def unpack_state(payload: bytes, kind: type[T]) -> T:
+    """Unpack a state of type `kind` from `pack_state`, bit-identical.
 
     Raises:
-        NoStateError: the bytes are not a state of that type, or hold a field that it does not have.
+        NoStateError: If the bytes are not a state of that type, or contain an unknown field.
     """
     try:
         arrays = safetensors.numpy.load(payload)
@@ -370,30 +353,23 @@ def unpack(payload: bytes, kind: type[T]) -> T:
         metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
     except (SafetensorError, ValueError, KeyError, RecursionError, struct.error) as error:
         raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
-    return whole(arrays, metadata, kind)
+    return state_from_parts(arrays, metadata, kind)
 
 
-def whole(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
-    """A state of type `kind` from its `parts`.
-
-    Raises:
-        NoStateError: they are of no state of that type, or hold a field that it does not have.
-    """
-
-    def restore(wanted: type, value: Any) -> Any:
+def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
+    def restore_array(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
         raise ValueError(f"expected a {wanted.__name__}")  # msgspec adds where
 
     try:
         skeleton = json.loads(metadata["state"])
-        state = msgspec.convert(skeleton, kind, dec_hook=restore, str_keys=True)
-        known_fields.require(skeleton, state, kind.__name__)
+        state = msgspec.convert(skeleton, kind, dec_hook=restore_array, str_keys=True)
+        known_fields.require_known_fields(skeleton, state, kind.__name__)
         return state
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
 def total_bytes(bundles: Iterable[Tensors]) -> int:
-    """Payload bytes of several bundles."""
-    return sum(array.nbytes for tensors in bundles for array in shapes(tensors).values())
+    return sum(array.nbytes for tensors in bundles for array in tensor_shapes(tensors).values())

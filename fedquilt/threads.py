@@ -1,4 +1,4 @@
-"""Thread settings of numeric libraries, and a thread that repeats a call while another one computes."""
+"""Thread settings of numeric libraries, and periodic calls in a background thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ these variables as they load, so they are set before, or for a new process."""
 
 
 @contextmanager
-def repeating(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Call `call` in a thread of its own until it returns False or the body ends.
+def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Call `call` periodically in a thread until it returns False or the body ends.
 
-    The body must not use what `call` uses. It has to release the interpreter's lock now and then, as numpy does and
-    as any Python code does.
+    The body must not use the same objects as `call`. It must release the interpreter lock regularly, as numpy and
+    Python code do.
 
     Args:
-        call: False ends the repetition; what else it returns has no meaning.
-        every_s: seconds before the first call, and between two.
-        name: of the thread.
+        call: Function that returns False to end the repetition.
+        every_s: Seconds before the first call and between calls.
+        name: Name of the thread.
     """
     over = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Tiers of devices by the memory of a task, and which devices could take part in some work.
+"""Tiers of devices by task memory, and the devices of each tier that fit some work.
 
-FedStitch (arXiv 2409.07202, section V-A4) gives 30, 30, 30 and 10 % of its devices 1, 2, 4 and 8 GB for
-a task. Here a device's tier is the largest of these that its budget reaches. Pure.
+FedStitch (arXiv 2409.07202, section V-A4) gives 30, 30, 30 and 10 % of its devices 1, 2, 4 and 8 GB for a task. Here
+the tier of a device is the largest of these sizes within its budget. All functions are pure.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ PAPER_SHARES: Final[Mapping[str, float]] = {"1GB": 0.3, "2GB": 0.3, "4GB": 0.3, 
 
 
 class Member(NamedTuple):
-    """Device of a fleet."""
-
     profile: Profile
     examples: int | None = None  # of its own; None: not reported yet
 
 
 @dataclass(frozen=True)
 class Share:
-    """Devices of a tier, and those that could take part."""
+    """Number of devices and examples of a tier, and those that could take part."""
 
     devices: int = 0
     able: int = 0
@@ -37,8 +35,7 @@ class Share:
     able_examples: int = 0
     unknown: int = 0  # devices that have not reported it
 
-    def plus(self, member: Member, able: bool) -> Share:
-        """Counts with one more device."""
+    def add_device(self, member: Member, able: bool) -> Share:
         count = member.examples or 0
         return Share(
             self.devices + 1,
@@ -49,53 +46,49 @@ class Share:
         )
 
 
-def tier(profile: Profile | None) -> str:
-    """Largest tier that the device's budget reaches; "": it has sent no profile."""
-    return "" if profile is None else of_budget(profile.budget_bytes)
+def tier_from_profile(profile: Profile | None) -> str:
+    """Return the largest tier within a device's budget, or "" if the device has sent no profile."""
+    return "" if profile is None else tier_from_budget(profile.budget_bytes)
 
 
-def of_budget(budget_bytes: int) -> str:
-    """Largest tier that a budget reaches."""
+def tier_from_budget(budget_bytes: int) -> str:
     return next((name for name, size in reversed(SIZES.items()) if budget_bytes >= size), BELOW)
 
 
-def fits(profile: Profile, engine: str, work: Work) -> bool:
-    """Whether the device's budget holds the engine and the work, in its smallest steps."""
-    return profile.budget_bytes >= footprint.need_bytes(engine, work.peak_bytes)
+def fits_budget(profile: Profile, engine: str, work: Work) -> bool:
+    return profile.budget_bytes >= footprint.task_process_bytes(engine, work.peak_bytes)
 
 
-def coverage(fleet: Iterable[Member], engines: Iterable[str], work: Work) -> dict[str, Share]:
-    """Share of each tier that could take part, smallest tier first; tiers without devices are left out.
+def tier_coverage(fleet: Iterable[Member], engines: Iterable[str], work: Work) -> dict[str, Share]:
+    """Return which part of each tier could take part, smallest tier first, without empty tiers.
 
     Args:
-        fleet: all devices.
-        engines: engines for the work: a device without any of them, or whose budget holds none of them with the
-            work, cannot take part.
-        work: only `peak_bytes` matters; 0 fits wherever the engine does.
+        fleet: All devices.
+        engines: Engines for the work. A device requires one of them, with enough budget for the engine and the work.
+        work: The work. Only `peak_bytes` matters.
     """
     wanted = tuple(engines)
     found: dict[str, Share] = {}
     for member in fleet:
         own = [engine for engine in wanted if engine in member.profile.engines]
-        able = any(fits(member.profile, engine, work) for engine in own)
-        name = tier(member.profile)
-        found[name] = found.get(name, Share()).plus(member, able)
+        able = any(fits_budget(member.profile, engine, work) for engine in own)
+        name = tier_from_profile(member.profile)
+        found[name] = found.get(name, Share()).add_device(member, able)
     return {name: found[name] for name in (BELOW, *SIZES) if name in found}
 
 
-def lines(found: Mapping[str, Share], work: Work) -> list[str]:
-    """Sentences on the coverage: all devices first, then each tier."""
+def format_coverage(found: Mapping[str, Share], work: Work) -> list[str]:
     if not found:
         return []
-    whole = _sum(found.values())
-    need = f"{units.size(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
-    told = [f"could take part ({need}): {_told(whole)}"]
+    whole = _sum_counts(found.values())
+    need = f"{units.format_bytes(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
+    told = [f"could take part ({need}): {_format_counts(whole)}"]
     if len(found) > 1:
-        told += [f"  {name}: {_told(share)}" for name, share in found.items()]
+        told += [f"  {name}: {_format_counts(share)}" for name, share in found.items()]
     return told
 
 
-def _told(share: Share) -> str:
+def _format_counts(share: Share) -> str:
     text = f"{share.able} of {share.devices} devices"
     if share.unknown < share.devices:
         text += f", {share.able_examples} of {share.examples} examples"
@@ -104,7 +97,7 @@ def _told(share: Share) -> str:
     return text
 
 
-def _sum(shares: Iterable[Share]) -> Share:
+def _sum_counts(shares: Iterable[Share]) -> Share:
     total = Share()
     for one in shares:
         total = Share(

@@ -1,10 +1,8 @@
-"""Import of torchvision beside a torch that it was not compiled for: the one place with the workaround.
+"""Import of torchvision beside a torch that it was not compiled for.
 
-torchvision's wheel carries compiled operators. Where they do not load (a CPU-only torch beside the
-wheel from PyPI; NVIDIA's own torch on a Jetson) `import torchvision` fails as a whole with
-"operator torchvision::nms does not exist", though networks, transforms and data sets need none of
-them. Declaring the two operators it looks up, without a kernel, lets the import succeed;
-calling one of them still fails with an error.
+If torchvision's compiled operators cannot be loaded (as with a CPU-only torch, or NVIDIA's torch on a Jetson), `import
+torchvision` fails with "operator torchvision::nms does not exist", although networks, transforms and data sets need no
+compiled operators. Declaring two operators without kernels lets the import succeed. Calling them still fails.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ MEND: Final = "pip install 'fedquilt[train]'"
 Import = Callable[[str], ModuleType]
 
 
-def torchvision(load: Import = importlib.import_module) -> ModuleType:
-    """Import torchvision, ready for `models`, `transforms` and `datasets`.
+def import_torchvision(load: Import = importlib.import_module) -> ModuleType:
+    """Import torchvision with working `models`, `transforms` and `datasets`.
 
     Raises:
-        ModelError: torchvision is not installed; says how to install it.
-        RuntimeError: its import fails in another way than described above.
+        ModelError: If torchvision is not installed.
+        RuntimeError: If the import fails for a reason other than missing operators.
     """
     with warnings.catch_warnings():  # older ones warn that their JPEG reader, which we never use, is absent
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
@@ -47,7 +45,7 @@ def torchvision(load: Import = importlib.import_module) -> ModuleType:
 
 @cache
 def _declare_operators() -> Any:
-    """Declare the operators once; the declarations live as long as the library object, which the cache keeps."""
+    # The declarations exist as long as the library object, which the cache holds.
     import torch
 
     library = torch.library.Library("torchvision", "DEF")

@@ -1,4 +1,4 @@
-"""Telling trackers of a run: rows read from its log, errors of trackers kept from it, and trackers named in a word."""
+"""Reporting of runs to experiment trackers, from the event log and without effect on the run."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ NAMED: Final[dict[str, Callable[[str], Tracker]]] = {  # by the word before the 
 }
 
 
-def named(text: str) -> Tracker:
-    """A tracker from "tensorboard:FOLDER", "mlflow:EXPERIMENT" or "wandb:PROJECT"; ":..." may be left out.
+def tracker_from_text(text: str) -> Tracker:
+    """Return a tracker from "tensorboard:FOLDER", "mlflow:EXPERIMENT" or "wandb:PROJECT".
+
+    The part after the name is optional.
 
     Raises:
-        JobError: there is no such tracker, or its package is not installed.
+        JobError: If the tracker is unknown, or its package is not installed.
     """
     name, _, where = text.partition(":")
     if name not in NAMED:
-        raise JobError(f"there is no tracker {name!r}; there are: {', '.join(NAMED)}{config.nearest(name, NAMED)}")
+        raise JobError(
+            f"there is no tracker {name!r}; there are: {', '.join(NAMED)}{config.suggest_nearest(name, NAMED)}"
+        )
     return NAMED[name](where)
 
 
-def require(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
-    """The trackers, each of which has the three calls of one.
-
-    Raises:
-        JobError: one has not; names it and what it lacks.
-    """
+def require_trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise JobError(f"trackers = {given!r}: a list of trackers is wanted, as in [fq.trackers.TensorBoard('runs')]")
     found = tuple(given)
@@ -59,9 +58,9 @@ def require(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 
 class Follower:
-    """Rows of a run's rounds as they are finished, read from its log with each call of `new`.
+    """Reader of a run's finished rounds, which returns each round once.
 
-    A round whose accuracy comes with the next round's checks is finished with these.
+    A round that is evaluated during the next round is finished with that evaluation.
     """
 
     def __init__(self, home: Path, id: str) -> None:
@@ -69,16 +68,16 @@ class Follower:
         self._seen, self._told = 0, 0
         self._made: columns.Rounds | None = None
 
-    def new(self, *, ended: bool) -> list[dict[str, Any]]:
-        """The rows that are finished since the last call; with `ended` all that are left."""
+    def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
+        """Return the rows finished since the last call. With `ended`, all remaining rows are finished."""
         with Store(self._home, durable=False) as store:
-            row = store.job(self._id)
+            row = store.find_job(self._id)
             if self._made is None:
-                self._made = columns.gathered((), row.job)
-            for number, _, fact in store.facts(self._id, after=self._seen):
+                self._made = columns.collect_rounds((), row.job)
+            for number, _, fact in store.read_events(self._id, after=self._seen):
                 self._seen = number
-                self._made.add(fact)
-            rows = self._made.scored(scores.read(self._home, row))
+                self._made.add_event(fact)
+            rows = self._made.merge_scores(scores.read_scores(self._home, row))
         checked_later = row.job.check.every and not row.job.check.beside
         ready = rows if ended or not checked_later else rows[:-1]
         new = ready[self._told :]
@@ -87,9 +86,9 @@ class Follower:
 
 
 class Audience:
-    """The trackers of one run. What one raises is logged once, with its name, and neither the run nor others notice.
+    """Trackers of one run, isolated from the run and from each other.
 
-    A tracker whose `start` has failed hears nothing more; one whose `round` has failed hears the rounds that follow.
+    The first error of each tracker is logged. A tracker whose `start` failed is not called again.
     """
 
     def __init__(self, heard_by: Sequence[Tracker]) -> None:
@@ -98,53 +97,50 @@ class Audience:
         self._warned: set[int] = set()  # places in `_all`
 
     def start(self, job: fq.Job, run: str) -> None:
-        """Tell all that the run begins."""
         for tracker in self._all:
-            if self._told(tracker, "start", job, run):
+            if self._call_tracker(tracker, "start", job, run):
                 self._begun.append(tracker)
 
     def round(self, row: dict[str, Any]) -> None:
-        """Tell those that have begun of a finished round."""
         for tracker in self._begun:
-            self._told(tracker, "round", row)
+            self._call_tracker(tracker, "round", row)
 
     def end(self, run: fq.Run) -> None:
-        """Tell those that have begun that the run is over, however it has ended."""
         for tracker in self._begun:
-            self._told(tracker, "end", run)
+            self._call_tracker(tracker, "end", run)
 
-    def _told(self, tracker: Tracker, call: str, *about: Any) -> bool:
+    def _call_tracker(self, tracker: Tracker, call: str, *about: Any) -> bool:
         try:
             getattr(tracker, call)(*about)
         except Exception as error:
             place = next(number for number, each in enumerate(self._all) if each is tracker)
             if place not in self._warned:
                 self._warned.add(place)
-                log.warning("%s", _failed(tracker, call, error))
+                log.warning("%s", _failure_message(tracker, call, error))
             return False
         return True
 
 
 @contextmanager
-def following(home: Path, id: str, told: Audience) -> Iterator[Callable[[bool], None]]:
-    """Tell trackers of a run from its log, whoever runs it; at the end they hear that it is over for them.
+def follow_run(home: Path, id: str, told: Audience) -> Iterator[Callable[[bool], None]]:
+    """Report a run to trackers from its event log, and report the end when the body ends.
 
-    Yields a function that looks at the log again: it takes whether no more will come, so that what is left is told.
+    The yielded function reports new rounds. With True, all remaining rounds are reported.
     """
     run, rows = fq.Run(home, id), Follower(home, id)
 
-    def look(last: bool) -> None:
-        for row in rows.new(ended=last):
+    def report_new_rows(last: bool) -> None:
+        for row in rows.read_new_rows(ended=last):
             told.round(row)
 
     told.start(run.job, id)
     try:
-        yield look
+        yield report_new_rows
     finally:
         told.end(run)
 
 
-def _failed(tracker: Tracker, call: str, error: Exception) -> str:
+def _failure_message(tracker: Tracker, call: str, error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     rest = "it is told nothing more of this run" if call == "start" else "further errors of it are not reported"
     return (

@@ -1,4 +1,4 @@
-"""Numbers for people, with the prefix that needs few digits."""
+"""Formatting and parsing of numbers with units."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ TIMES: Final = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d":
 UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
-def unit(largest: float) -> tuple[float, str]:
-    """Divisor for numbers up to `largest`, and the prefix of their unit: (1e6, "M")."""
+def select_prefix(largest: float) -> tuple[float, str]:
+    """Return the divisor and unit prefix for numbers up to `largest`, such as (1e6, "M")."""
     return next(((scale, name) for scale, name in UNITS if largest >= scale), (1.0, ""))
 
 
-def size(count: int) -> str:
-    """Bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
-    scale, prefix = unit(count)
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
+    scale, prefix = select_prefix(count)
     if count >= 999.5 * scale and scale < UNITS[0][0]:  # rounding would give a thousand
-        scale, prefix = unit(count * 1.001)
+        scale, prefix = select_prefix(count * 1.001)
     return f"{count / scale:.3g} {prefix}B"
 
 
-def duration(seconds: float) -> str:
-    """A time in two digits or so: "0 s", "45 s", "12 min", "3 h", "5 d"."""
+def format_duration(seconds: float) -> str:
+    """Format a duration in about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
     for scale, name, least in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
         if seconds >= least:
             return f"{seconds / scale:.0f} {name}"
@@ -38,16 +38,16 @@ def format_time_of_day(at: float, now: float) -> str:
     return time.strftime("%H:%M" if moment[:3] == time.localtime(now)[:3] else "%Y-%m-%d %H:%M", moment)
 
 
-def amount(text: str, scales: Mapping[str, float], what: str) -> float:
-    """A number with one of some units, such as "1.5 h".
+def parse_amount(text: str, scales: Mapping[str, float], what: str) -> float:
+    """Parse a number with a unit, such as "1.5 h".
 
     Args:
-        text: what somebody has written.
-        scales: what one of each unit is.
-        what: it is, in the error.
+        text: Text to parse.
+        scales: Factor of each unit.
+        what: Noun for the value in errors.
 
     Raises:
-        ValueError: it is none; the message says which units there are.
+        ValueError: If the text has another form, or the unit is unknown.
     """
     found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if found is None or found[2] not in scales:
@@ -57,14 +57,14 @@ def amount(text: str, scales: Mapping[str, float], what: str) -> float:
     return float(found[1]) * scales[found[2]]
 
 
-def seconds(text: str) -> float:
-    """Seconds of a time or an age such as "40ms", "10min" or "30d".
+def parse_seconds(text: str) -> float:
+    """Parse a duration in seconds, such as "40ms", "10min" or "30d".
 
     Raises:
-        ValueError: it is none, below 0 or above 30 years; the message says what is one.
+        ValueError: If the text is not a duration, is negative, or is longer than about 30 years.
     """
     try:
-        value = amount(text, TIMES, "time")
+        value = parse_amount(text, TIMES, "time")
     except ValueError as error:
         raise ValueError(f"{error}, such as 90s or 30d") from None
     if not 0 <= value < 1e9:

@@ -1,12 +1,12 @@
 """Wire protocol: topic, struct and bytes of every message.
 
-A control message is one JSON object that any dashboard can read, beginning with the protocol
-version and a CRC-32 of the rest, so that a flipped bit is found before anything is decoded:
+A control message is one JSON object that any dashboard can read. It begins with the protocol version and a CRC-32 of
+the rest, so that a flipped bit is found before decoding:
 
     {"v":1,"crc":"1c291ca3","job":"digits","round":3, ...}
 
-A chunk of a blob is its raw bytes under a topic that names it; the manifest carries its sha256. The module does no
-I/O and does not depend on the side. `decode` and `route` return a value or raise `WireError`, nothing else.
+A chunk of a blob is its raw bytes under a topic with its sha256 and index. The module does no I/O and is the same for
+both sides. `decode` and `parse_topic` return a value or raise `WireError`, nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class CoordState(Wired, frozen=True):
-    """State of the coordinator on coord/state, retained and as its last will; on dn/presence it asks for presence."""
+    """State of the coordinator on coord/state, retained and also its last will.
+
+    On dn/presence, this message requests the presence of a device.
+    """
 
     online: bool
     epoch: Count = 0  # grows with every start of the coordinator
@@ -101,7 +104,7 @@ RefusalCode = Literal[
 
 
 class Claim(Told, frozen=True):
-    """Claim on dev/<device>/up/claim: a task is accepted, or refused with a reason the coordinator can act on."""
+    """Acceptance or refusal of a task on dev/<device>/up/claim, with a reason."""
 
     job: Name
     round: Count
@@ -123,7 +126,7 @@ class Progress(Told, frozen=True):
 
 
 class Telemetry(Told, frozen=True):
-    """Sensor readings on dev/<device>/up/telemetry, best effort. Absent: not measurable."""
+    """Sensor readings on dev/<device>/up/telemetry, best effort. Unmeasurable values are None."""
 
     power_w: float | None = None
     energy_j: float | None = None
@@ -141,7 +144,10 @@ class Telemetry(Told, frozen=True):
 
 
 class Ack(Wired, frozen=True):
-    """Acknowledgement on dev/<device>/dn/ack: the update is stored, or refused for good; drop it."""
+    """Acknowledgement of an update on dev/<device>/dn/ack: stored, or permanently rejected.
+
+    The device deletes the update in either case.
+    """
 
     job: Name
     round: Count
@@ -159,7 +165,7 @@ Phase = Literal["waiting", "fetching", "checking", "soaking", "committed", "refu
 
 
 class Limits(Wired, frozen=True, omit_defaults=True):
-    """What a release has to keep to in the device's own check, or it is refused there. None: not asked."""
+    """Limits that a release must meet in the device's own check. None means no limit."""
 
     min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of what runs now, share
     max_latency_s: Seconds | None = None  # median of one answer
@@ -171,7 +177,7 @@ InputShape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31)], ..
 
 
 class Release(Wired, frozen=True, omit_defaults=True):
-    """What a device shall run, on dev/<device>/dn/<kind>, retained: a device that was off finds it when it returns."""
+    """Desired release of a device on dev/<device>/dn/<kind>, retained for devices that are offline."""
 
     rollout: Name
     kind: Kind
@@ -188,7 +194,7 @@ class Release(Wired, frozen=True, omit_defaults=True):
 
 
 class Installed(Told, frozen=True, omit_defaults=True):
-    """How far a device is with a release, on dev/<device>/up/installed: at each change and after each connecting."""
+    """Release status of a device on dev/<device>/up/installed, at each change and each connection."""
 
     rollout: Name
     kind: Kind
@@ -201,7 +207,7 @@ class Installed(Told, frozen=True, omit_defaults=True):
 
 
 class Get(Wired, frozen=True):
-    """Request on <up|dn>/blob/get for chunks of a blob; without indices for its manifest."""
+    """Request for chunks of a blob on <up|dn>/blob/get, or for its manifest without indices."""
 
     sha256: Digest
     chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # largest chunk that the asking side accepts
@@ -209,7 +215,7 @@ class Get(Wired, frozen=True):
 
 
 class Manifest(Wired, frozen=True):
-    """Manifest on <dn|up>/blob/<sha256>/manifest: cut of a blob. `digests`: sha256 of each chunk, joined, in hex."""
+    """Digests of a blob's chunks on <dn|up>/blob/<sha256>/manifest, concatenated in hex."""
 
     sha256: Digest
     size: Count
@@ -218,14 +224,14 @@ class Manifest(Wired, frozen=True):
 
 
 class Missing(Wired, frozen=True):
-    """Answer on <dn|up>/blob/<sha256>/missing: this side does not have the blob (any more)."""
+    """Report on <dn|up>/blob/<sha256>/missing that the sender does not send the blob."""
 
     sha256: Digest
     reason: Sentence = ""
 
 
 class Hello(Told, frozen=True):
-    """Flight of a handshake on <up|dn>/hello, `fedquilt.transport.handshake`; without an attempt: please begin one."""
+    """Flight of a handshake on <up|dn>/hello. Without an attempt, a request to begin a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     flight: Annotated[int, Meta(ge=0, le=3)] = 0
@@ -267,7 +273,7 @@ def encode(message: Wired) -> bytes:
     """Encode a message.
 
     Raises:
-        WireError: it is larger than a control message may be, or holds text that is not Unicode.
+        WireError: If the message exceeds the size limit or contains text that is not Unicode.
     """
     try:
         rest = _encoder.encode(message)[1:]
@@ -282,22 +288,23 @@ def encode(message: Wired) -> bytes:
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """Decode a message of type `kind` from `payload`, strictly checked.
+    """Decode a message of type `kind` with strict checks.
 
     Raises:
-        WireError: too large, another version, a wrong checksum, not JSON, or of another type.
+        WireError: If the payload is too large, of another protocol version, has a wrong checksum, or is not a valid
+            message of this type.
     """
     limit = MAX_CHUNK if kind is Manifest else MAX_CONTROL
     if len(payload) > limit:
         raise WireError(f"a {kind.__name__} of {len(payload)} bytes exceeds the {limit} allowed")
     found = _PREFIX.match(payload)
     if found is None:
-        raise WireError(f"not a fedquilt message: {_head(payload)}")
+        raise WireError(f"not a fedquilt message: {_describe_payload(payload)}")
     if int(found[1]) != VERSION:
         raise WireError(f"protocol version {int(found[1])}, this side speaks {VERSION}: update the older side")
     rest = payload[found.end(2) + 1 :]
     if zlib.crc32(rest) != int(found[2], 16):
-        raise WireError(f"checksum does not match: {_head(payload)}")
+        raise WireError(f"checksum does not match: {_describe_payload(payload)}")
     decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     try:
         return decoder.decode(b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest)
@@ -305,7 +312,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
         raise WireError(f"not a {kind.__name__}: {error}") from None
 
 
-def _head(payload: bytes) -> str:
+def _describe_payload(payload: bytes) -> str:
     shown = binascii.b2a_qp(bytes(payload[:40])).decode("ascii", "replace").replace("\n", " ")
     return f"{shown!r} ({len(payload)} bytes)"
 
@@ -344,33 +351,33 @@ class Topics:
         self.root = f"fq/{VERSION}/{fleet}"
         self.coord = f"{self.root}/coord/state"
 
-    def job(self, job: str) -> str:
-        """Topic of a job's round."""
+    def round_topic(self, job: str) -> str:
+        """Return the topic of a job's round state."""
         return f"{self.root}/job/{job}/round"
 
-    def device(self, device: str, direction: Direction, leaf: str) -> str:
-        """Topic of a device's messages: `direction` is "up" or "dn"."""
+    def device_topic(self, device: str, direction: Direction, leaf: str) -> str:
+        """Return the topic of a device's messages of one kind."""
         return f"{self.root}/dev/{device}/{direction}/{leaf}"
 
-    def chunk(self, device: str, direction: Direction, sha256: str, index: int) -> str:
-        """Topic of a chunk, by its blob and index."""
+    def chunk_topic(self, device: str, direction: Direction, sha256: str, index: int) -> str:
+        """Return the topic of a blob's chunk."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
 
-    def blob(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
-        """Topic of a blob's other messages: "manifest", "missing", "place" or "placed"."""
+    def blob_topic(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
+        """Return the topic of a blob's other messages, such as "manifest" or "missing"."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{leaf}"
 
-    def for_coordinator(self) -> tuple[str, ...]:
-        """Topic filters of the coordinator."""
+    def coordinator_filters(self) -> tuple[str, ...]:
+        """Return the topic filters of the coordinator."""
         return (f"{self.root}/dev/+/up/#",)
 
-    def for_device(self, device: str) -> tuple[str, ...]:
-        """Topic filters of a device."""
+    def device_filters(self, device: str) -> tuple[str, ...]:
+        """Return the topic filters of a device."""
         return (f"{self.root}/dev/{device}/dn/#", self.coord)
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Address of a message: a device's branch (or none), a leaf, and for a chunk its blob and index."""
+    """Content of a topic: device, direction, kind of message, and blob and index of a chunk."""
 
     leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
     kind: type[Wired] | None  # None: raw bytes of a chunk
@@ -381,18 +388,18 @@ class Route(msgspec.Struct, frozen=True):
     job: str = ""
 
 
-def sender(topic: str) -> str:
-    """The device in whose branch a topic lies, whatever follows there; "": in no device's."""
+def device_from_topic(topic: str) -> str:
+    """Return the device in a topic, or "" if the topic is not a device's."""
     parts = topic.split("/", 5)
     return parts[4] if len(parts) > 5 and parts[3] == "dev" and _NAME.match(parts[4]) else ""
 
 
 @lru_cache(maxsize=1 << 14)  # the topics of a large fleet on the memory link; a board has a few
-def route(topic: str) -> Route:
-    """Parse a topic of this protocol.
+def parse_topic(topic: str) -> Route:
+    """Return the parts of a topic.
 
     Raises:
-        WireError: it is no topic of this protocol version.
+        WireError: If this is not a topic of this protocol version.
     """
     match topic.split("/"):
         case ["fq", "1", fleet, "coord", "state"] if _NAME.match(fleet):
@@ -402,13 +409,13 @@ def route(topic: str) -> Route:
         case ["fq", "1", fleet, "dev", device, ("up" | "dn") as way, *leaf] if _NAME.match(fleet) and _NAME.match(
             device
         ):
-            found = _leaf(device, way, leaf)
+            found = _parse_leaf(device, way, leaf)
             if found is not None:
                 return found
     raise WireError(f"not a topic of this protocol: {topic[:200]!r}")
 
 
-def _leaf(device: str, way: str, leaf: list[str]) -> Route | None:
+def _parse_leaf(device: str, way: str, leaf: list[str]) -> Route | None:
     named = UP if way == "up" else DOWN
     match leaf:
         case [name] if name in named:

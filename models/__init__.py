@@ -1,4 +1,4 @@
-"""Networks and operations on them; with a table for each, as `fedquilt.models.mlp(64, [32], 10)`."""
+"""Networks and operations on networks. `fedquilt.models.mlp(64, [32], 10)` describes a network."""
 
 from fedquilt.models.networks.tables import (
     cnn,

@@ -1,4 +1,4 @@
-"""The diagonal of the empirical Fisher information, from squared gradients of single examples. Imports torch.
+"""Diagonal of the empirical Fisher information, from squared gradients of single examples.
 
 F_j = mean over examples of (d log p(y | x) / d theta_j)^2, with the labels that the examples have. A mean
 over gradients of mini-batches would be another figure: squares are taken first, example by example.
@@ -24,10 +24,10 @@ def fisher_diagonal(
     """Return the diagonal Fisher information of each parameter, float32 in the parameter's shape.
 
     Args:
-        model: network, in evaluation mode.
-        parts: inputs (n, ...) and labels (n,), the gradients of which fit into memory at once.
-        each: examples whose gradients are averaged before squaring: cheaper, and smaller values.
-        loss_of: (scores, y) -> their mean loss, used as -log p(y | x).
+        model: Network, in evaluation mode.
+        parts: Inputs (n, ...) and labels (n,), whose gradients fit into memory together.
+        each: Number of examples whose gradients are averaged before squaring.
+        loss_of: Function from scores and y to their mean loss, used as -log p(y | x).
     """
     values = {name: value.detach() for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""GENE-FL client arithmetic (arXiv 2504.14628): layer selection and elastic penalty. numpy."""
+"""Client side of GENE-FL (arXiv 2504.14628): choice of layers, and penalties. Requires numpy only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from fedquilt.core import Hooks, Tensors
 
 
-def choose(
+def choose_layers(
     parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
 ) -> list[str]:
-    """Choose the learnGene (Eq. 9): `count` layers by how far they have turned, in float64 as 1 - cos is about 1e-5."""
+    """Choose the learnGene (Eq. 9): the `count` layers whose weights turned least, or most."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
 
@@ -31,14 +31,14 @@ def choose(
     return sorted(parts, key=lambda layer: (sign * score(layer), places[layer]))[:count]
 
 
-def scaled(fisher: np.ndarray) -> np.ndarray:
-    """Scaled Fisher values F^: 0 for the least of a tensor, 1 for the largest; all 0 if all are equal (Eq. 6)."""
+def scale_fisher(fisher: np.ndarray) -> np.ndarray:
+    """Scale Fisher values to 0..1 (Eq. 6). If all are equal, all become 0."""
     low, high = float(fisher.min()), float(fisher.max())
     return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
 
 
-def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """Strength a_l of each tensor's layer (Eq. 4): N_l / max N for "size", 1 / sqrt(N_l) for "sqrt", else 1."""
+def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
+    """Return the strength a_l of each tensor's layer (Eq. 4)."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
@@ -48,12 +48,11 @@ def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -
     return {name: each[layer] for layer, names in parts.items() for name in names}
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Squared distance |a - b|^2, in float64."""
+def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.square(a.astype(np.float64) - b).sum())
 
 
-def pull(
+def penalty_hooks(
     smooth: float,
     elastic: float,
     before: Tensors,
@@ -61,17 +60,17 @@ def pull(
     elastics: Tensors,
     strengths: Mapping[str, float],
 ) -> Hooks:
-    """Hooks that add the gradient of both penalties, Eq. 4 and 8.
+    """Return hooks that add the gradient of both penalties (Eq. 4 and 8).
 
-    The two form one pull towards one aim: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    Both penalties combine to one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 
     Args:
-        smooth: lambda1.
-        elastic: lambda2.
-        before: theta~, all tensors that are trained.
-        received: Theta, the cluster's.
-        elastics: el, for the penalised tensors.
-        strengths: a_l, for each penalised tensor.
+        smooth: Weight lambda1.
+        elastic: Weight lambda2.
+        before: All trained tensors of theta~.
+        received: Tensors Theta of the cluster.
+        elastics: Tensors el of the elastic learnGene, for the penalised tensors.
+        strengths: Strength a_l of each penalised tensor.
     """
     first = {name: 2 * smooth * value for name, value in strengths.items()}
     second = 2 * elastic

@@ -1,13 +1,13 @@
-"""Robust means: aggregates of updates that a share of arbitrary ones can move by a bounded amount only. numpy.
+"""Robust aggregates, which a share of arbitrary updates can move only by a bounded amount.
 
 Papers: Blanchard et al., NeurIPS 2017 (arXiv 1703.02757), section 4: Krum. Yin et al., ICML 2018 (arXiv 1803.01498),
 Definitions 1 and 2: median and trimmed mean of every value. Sun et al., Can You Really Backdoor Federated Learning?
-(arXiv 1911.07963), section 4: norm clipping; it is the first step of centred clipping (Karimireddy et al., ICML 2021,
+(arXiv 1911.07963), section 4: norm clipping, the first step of centred clipping (Karimireddy et al., ICML 2021,
 arXiv 2012.10333) with the received model as the centre. Karimireddy et al., ICLR 2022 (arXiv 2006.09365), Algorithm 1:
 bucketing.
 
-All rules read the updates in blocks of BLOCK values, so that beside the updates and the result they hold one block:
-8 bytes for each value of each update, 17 MB with 32 updates, about three times as much while it is sorted.
+All rules read the updates in blocks of BLOCK values, so that only one block is in memory besides the updates and the
+result: 8 bytes for each value of each update, 17 MB with 32 updates, about three times as much during sorting.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BLOCK: Final = 1 << 16  # values of a tensor that are read from all updates at o
 
 
 class Rows:
-    """Updates of a round, or means of groups of them, read in blocks.
+    """Updates of a round, or means of groups of updates, read in blocks.
 
     Args:
-        updates: with the same names, shapes and types.
-        groups: indices of the updates that make up a row; None: each update is a row.
+        updates: Updates with the same names, shapes and types.
+        groups: Indices of the updates of each row, or None if each update is a row.
     """
 
     def __init__(self, updates: Sequence[Tensors], groups: Sequence[Sequence[int]] | None = None) -> None:
@@ -37,12 +37,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.updates if self._groups is None else self._groups)
 
-    def empty(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Arrays for an aggregate, in the updates' shapes and types."""
+    def empty_arrays(self, names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
 
-    def blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """Parts of a tensor, flattened: where a part lies, and its values (rows, part) in float64."""
+    def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the slice and the values, (rows, block) in float64, of each block of a flattened tensor."""
         flat = [np.reshape(update[name], -1) for update in self.updates]
         for start in range(0, flat[0].size, BLOCK):
             part = slice(start, start + BLOCK)
@@ -53,57 +52,55 @@ class Rows:
 
 
 def trimmed_mean(rows: Rows, names: Collection[str], cut: int) -> dict[str, np.ndarray]:
-    """Mean of every value without the `cut` largest and the `cut` smallest, in the updates' types.
+    """Return the mean of every value without the `cut` largest and `cut` smallest.
 
-    Of integers the mean is rounded down.
+    The mean of integers is rounded down.
 
     Args:
-        rows: more than 2 * cut.
-        names: tensors to return.
-        cut: values left out at either end.
+        rows: More than 2 * cut rows.
+        names: Tensors to return.
+        cut: Values to leave out at either end.
     """
-    found = rows.empty(names)
+    found = rows.empty_arrays(names)
     for name, array in found.items():
         flat = array.reshape(-1)
-        for part, block in rows.blocks(name):
+        for part, block in rows.iterate_blocks(name):
             block.sort(axis=0)
             flat[part] = block[cut : len(block) - cut].mean(axis=0)
     return found
 
 
 def median(rows: Rows, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Median of every value; with an even number of rows the mean of the two in the middle."""
     return trimmed_mean(rows, names, (len(rows) - 1) // 2)
 
 
-def mean(rows: Rows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
-    """Mean of the chosen rows."""
-    found = rows.empty(names)
+def mean_of_rows(rows: Rows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
+    found = rows.empty_arrays(names)
     for name, array in found.items():
         flat = array.reshape(-1)
-        for part, block in rows.blocks(name):
+        for part, block in rows.iterate_blocks(name):
             flat[part] = block[list(chosen)].mean(axis=0)
     return found
 
 
 def krum_scores(rows: Rows, names: Collection[str], f: int) -> np.ndarray:
-    """Krum score of each row, (rows,): sum of its squared distances to its rows - f - 2 nearest others."""
+    """Return each row's sum of squared distances to its rows - f - 2 nearest neighbours, (rows,)."""
     count = len(rows)
     distances = np.zeros((count, count))
     for name in names:
-        for _, block in rows.blocks(name):
+        for _, block in rows.iterate_blocks(name):
             for i in range(1, count):
                 distances[i, :i] += np.square(block[:i] - block[i]).sum(axis=1)
     near: np.ndarray = np.sort(distances + distances.T, axis=1)[:, 1 : count - f - 1]  # the first is to itself
     return near.sum(axis=1)
 
 
-def norms(rows: Rows, names: Collection[str], centre: Tensors) -> np.ndarray:
-    """Euclidean norm of each row's difference from the centre over all tensors together, (rows,)."""
+def difference_norms(rows: Rows, names: Collection[str], centre: Tensors) -> np.ndarray:
+    """Return the norm of each row's difference from the centre over all tensors, (rows,)."""
     squares = np.zeros(len(rows))
     for name in names:
         middle = np.reshape(centre[name], -1)
-        for part, block in rows.blocks(name):
+        for part, block in rows.iterate_blocks(name):
             squares += np.square(block - middle[part]).sum(axis=1)
     return np.sqrt(squares)
 
@@ -111,32 +108,31 @@ def norms(rows: Rows, names: Collection[str], centre: Tensors) -> np.ndarray:
 def clipped_mean(
     rows: Rows, names: Collection[str], centre: Tensors, lengths: np.ndarray, radius: float
 ) -> dict[str, np.ndarray]:
-    """Centre + mean of the rows' differences from it, each shortened to the norm `radius` where it is longer.
+    """Return centre + the mean of the rows' differences, each clipped to the norm `radius`.
 
     Args:
-        rows: models.
-        names: tensors to return.
-        centre: model that the differences are from.
-        lengths: of the differences, as `norms` gives them, (rows,).
-        radius: largest norm.
+        rows: Models.
+        names: Tensors to return.
+        centre: Model to subtract.
+        lengths: Norms of the differences from `difference_norms`, (rows,).
+        radius: Largest norm.
     """
     shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
-    found = rows.empty(names)
+    found = rows.empty_arrays(names)
     for name, array in found.items():
         flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
-        for part, block in rows.blocks(name):
+        for part, block in rows.iterate_blocks(name):
             flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
     return found
 
 
-def buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Random groups of `size` of the indices below `count`; the last one may be smaller."""
+def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
     order = rng.permutation(count).tolist()
     return [sorted(order[start : start + size]) for start in range(0, count, size)]
 
 
-def tolerates(rule: str, count: int, f: int, size: int) -> bool:
-    """Whether a rule bounds what f of `count` updates do, if each of f buckets of `size` holds one of them.
+def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:
+    """Return whether a rule bounds the effect of f arbitrary updates among `count`.
 
     Krum needs more than 2 f + 2 rows, all other rules more than 2 f.
     """

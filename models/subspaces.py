@@ -1,12 +1,11 @@
-"""Fingerprints of similar data: subspaces of examples, and clusters of them. numpy.
+"""Fingerprints of examples as subspaces, and clusters of fingerprints.
 
-Paper: GENE-FL (arXiv 2504.14628), Eq. 11 and 12; the subspace is PACFL's (Vahidian et al., arXiv 2209.10526).
+Paper: GENE-FL (arXiv 2504.14628), Eq. 11 and 12, with the subspaces of PACFL (Vahidian et al., arXiv 2209.10526).
 
-Privacy: u_1, the first singular vector of pictures that are not centred, is close to their mean
-picture. `mean_likeness` measures how close; to keep that private, send no fingerprint.
+Privacy: u_1, the first singular vector of images that are not centred, is close to their mean image. `mean_similarity`
+measures how close. To keep the mean image private, send no fingerprint.
 
-K-means is this file's own: a coordinator may run on a small board, and scikit-learn would add some
-100 MB for a sum of squares.
+K-means is implemented here, because a coordinator may run on a small board and scikit-learn would add about 100 MB.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from fedquilt.core import Tensors, UpdateError
 RESTARTS, STEPS = 10, 100
 
 
-def subspace(x: np.ndarray, directions: int) -> np.ndarray:
-    """Subspace U_p of X = U S V^T, (d, directions) float32; column i of X (d, n) is example i, unscaled.
+def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
+    """Return the first left singular vectors of the examples (Eq. 11), (d, directions) float32.
 
-    The largest entry of each column is positive. Examples of smaller rank leave columns of zeros.
+    Column i of X (d, n) is example i, not centred. The largest entry of each vector is positive. Examples of smaller
+    rank leave columns of zeros.
 
     Args:
-        x: (n, ...); unsigned integers count as fractions of their largest.
-        directions: number of singular vectors.
+        x: Examples (n, ...). Unsigned integers are divided by their largest possible value.
+        directions: Number of singular vectors.
     """
     flat = x.reshape(len(x), -1).astype(np.float64)
     if x.dtype.kind == "u":
@@ -42,40 +42,40 @@ def subspace(x: np.ndarray, directions: int) -> np.ndarray:
     return found
 
 
-def mean_likeness(x: np.ndarray, fingerprint: np.ndarray) -> float:
-    """Cosine of a fingerprint's first column and the examples' mean, 0..1: how much u_1 reveals of the mean picture."""
+def mean_similarity(x: np.ndarray, fingerprint: np.ndarray) -> float:
+    """Return the cosine of a fingerprint's first vector and the examples' mean, 0..1."""
     mean = x.reshape(len(x), -1).astype(np.float64).mean(axis=0)
     size = float(np.linalg.norm(mean))
     return float(abs(mean @ fingerprint[:, 0].astype(np.float64)) / size) if size else 0.0
 
 
-def nearest(point: np.ndarray, centres: np.ndarray) -> int:
-    """Cluster of a point (Eq. 12): argmin_k ||v - c_k||_2, of centres (k, ...). The first of equals."""
+def nearest_cluster(point: np.ndarray, centres: np.ndarray) -> int:
+    """Return the index of the nearest of the centres (k, ...) by Euclidean distance (Eq. 12)."""
     return int(((centres - point) ** 2).reshape(len(centres), -1).sum(axis=1).argmin())
 
 
-def join(point: np.ndarray, centres: list[np.ndarray], members: list[int]) -> int:
-    """Put a point into the nearest cluster; returns its number.
+def assign_to_nearest(point: np.ndarray, centres: list[np.ndarray], members: list[int]) -> int:
+    """Assign a point to the nearest cluster and return the cluster's index.
 
     Both lists are changed: the cluster gains a member, and its centre moves to the mean of all its members.
     """
-    k = nearest(point, np.stack(centres))
+    k = nearest_cluster(point, np.stack(centres))
     centres[k] = (centres[k] * members[k] + point) / (members[k] + 1)
     members[k] += 1
     return k
 
 
-def received(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
-    """The fingerprint (d, directions) that a device has sent as its only tensor, "u".
+def validate_fingerprint(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u".
 
     Args:
-        told: what it has sent.
-        device: its name, for the error.
-        directions: number of singular vectors that it was asked for.
-        known: fingerprints or centres (d, directions) of others.
+        told: Tensors of the update.
+        device: Id of the device, for errors.
+        directions: Number of singular vectors requested.
+        known: Fingerprints or centres (d, directions) of other devices.
 
     Raises:
-        UpdateError: shape, type or numbers are not those of a fingerprint, whose columns have length 1 or 0.
+        UpdateError: If shape, type or values are not those of a fingerprint, whose columns have length 1 or 0.
     """
     if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
         raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
@@ -92,17 +92,18 @@ def received(told: Tensors, device: str, directions: int, known: Sequence[np.nda
     return found
 
 
-def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """K-means of points (n, ...): cluster of each point (n,), and the centres (k, ...), the means of members.
+def cluster_points(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the K-means cluster of each point, (n,), and the centres (k, ...).
 
-    k-means++ (Arthur and Vassilvitskii 2007), the best of RESTARTS. Fewer different points than `count`
-    give fewer clusters; none is empty. Clusters are numbered by their first member.
+    The centres are initialised by k-means++ (Arthur and Vassilvitskii 2007), and the best of RESTARTS runs is returned.
+    Fewer distinct points than `count` give fewer clusters. No cluster is empty. Clusters are numbered by their first
+    member.
     """
     flat = points.reshape(len(points), -1).astype(np.float64)
     count = min(count, len(np.unique(flat, axis=0)))
     best: tuple[float, np.ndarray] | None = None
     for _ in range(RESTARTS):
-        owner = _lloyd(flat, _spread(flat, count, rng))
+        owner = _refine_clusters(flat, _draw_centres(flat, count, rng))
         cost = sum(float(((flat[owner == k] - flat[owner == k].mean(axis=0)) ** 2).sum()) for k in np.unique(owner))
         if best is None or cost < best[0] - 1e-12:
             best = cost, owner
@@ -113,21 +114,21 @@ def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[n
     return owner, centres.reshape(len(first), *points.shape[1:])
 
 
-def _spread(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """First centres: each drawn in proportion to its squared distance from the earlier ones."""
+def _draw_centres(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    # k-means++: each centre is drawn in proportion to its squared distance from earlier ones.
     chosen = [int(rng.integers(len(flat)))]
     while len(chosen) < count:
-        away = _squares(flat, flat[chosen]).min(axis=1)
+        away = _squared_distances(flat, flat[chosen]).min(axis=1)
         ends = np.cumsum(away)
         chosen.append(int(np.searchsorted(ends, rng.random() * ends[-1], side="right").clip(0, len(flat) - 1)))
     return flat[chosen]
 
 
-def _lloyd(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Alternate members and means until nothing moves; a cluster that loses all its members is dropped."""
+def _refine_clusters(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    # A cluster that loses all its members is dropped.
     owner = np.zeros(len(flat), int)
     for step in range(STEPS):
-        moved = _squares(flat, centres).argmin(axis=1)
+        moved = _squared_distances(flat, centres).argmin(axis=1)
         if step and (moved == owner).all():
             break
         owner = moved
@@ -136,6 +137,6 @@ def _lloyd(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return owner
 
 
-def _squares(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Squared distances (n, k); one centre at a time, as n x k x d values would be many."""
+def _squared_distances(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    # One centre at a time, to avoid n x k x d values in memory.
     return np.stack([((flat - centre) ** 2).sum(axis=1) for centre in centres], axis=1)

@@ -1,4 +1,4 @@
-"""Board profiles: data, not code. One TOML file per board; every number names its source.
+"""Board profiles: one TOML file per board, in which every number names its source.
 
     board = "jetson-tx2"
     title = "..."
@@ -8,24 +8,25 @@
     provenance = "table"
     text = "what the number is and where it comes from"
 
-    [clocks]                         # every clock the board can be set to, rising
+    [clocks]                         # every clock that can be set, in rising order
     gpu_hz = { values = [114750000, 1300500000], source = "steps" }
 
-    [model]                          # how speed and power follow from clocks: `fedquilt.profiles.model`
+    [model]                          # speed and power as functions of the clocks: `fedquilt.profiles.model`
     flop_gpu_cycles = { value = 0.0028, source = "fit" }
 
-    [workloads.torch-conv]           # how speed does for one workload, an engine's kind of work: `record` measures it
+    [workloads.torch-conv]           # speed of one workload (a kind of work of an engine), measured by `record`
     flop_cpu_cycles = { value = 0.034, source = "fit" }
     launch_cpu_cycles = { value = 22000, source = "fit" }
 
-    [[points]]                       # named modes; a board is held at the first unless told otherwise
+    [[points]]                       # named modes, the first of which is the default
     name = "MAXN"
     gpu_hz = { value = 1300500000, source = "modes" }
 
-What nobody knows is left out. What nobody measured is "assumed", and its source says from what it is
-derived. A running agent replaces these numbers by what its own board says.
-`Board.operating_points` are the named modes, and then the grid that the model spans over the clocks.
-A mode may turn cores off; the grid's points leave all of them on.
+Unknown numbers are left out. Numbers that nobody has measured are "assumed", and their source names the derivation. A
+running agent replaces these numbers with those of its own board.
+
+`Board.operating_points` consists of the named modes and of the grid that the model spans over the clocks. A mode may
+turn cores off. The points of the grid use all cores.
 """
 
 from __future__ import annotations
@@ -48,22 +49,16 @@ MOST_POINTS: Final = 200  # of one profile on the wire
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where numbers come from."""
-
     provenance: Provenance
     text: Annotated[str, Meta(min_length=20)]  # a sentence: a name alone explains nothing
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A number and the key of its source in `[sources]`."""
-
     value: Annotated[float, Meta(gt=0)]
     source: str
 
 
 class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The values one clock can be set to, and the key of their source."""
-
     values: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1, max_length=200)]
     source: str
 
@@ -72,14 +67,13 @@ Sourced: TypeAlias = Figure | Steps
 
 
 class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every clock of the board, in hertz, rising."""
+    """Settable clocks of a board, in hertz and in rising order."""
 
     cpu_hz: Steps | None = None
     gpu_hz: Steps | None = None
     emc_hz: Steps | None = None  # memory controller
 
-    def lists(self) -> dict[str, tuple[float, ...]]:
-        """Frequencies by axis."""
+    def frequencies_by_axis(self) -> dict[str, tuple[float, ...]]:
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
 
 
@@ -87,7 +81,7 @@ Unit: TypeAlias = Literal["flop", "byte", "launch", "task"]
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The coefficients of the times in `fedquilt.profiles.model`; one left out is 0."""
+    """Coefficients of the time laws in `fedquilt.profiles.model`, each 0 if left out."""
 
     flop_s: Figure | None = None  # a: seconds per FLOP that no clock shortens
     flop_cpu_cycles: Figure | None = None  # b
@@ -106,44 +100,43 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task_gpu_cycles: Figure | None = None
     task_emc_cycles: Figure | None = None
 
-    def inverse(self, unit: Unit) -> laws.Inverse:
-        """The time of one FLOP, byte, launch or task."""
-        cycles = {axis: self._value(f"{unit}_{axis[:-3]}_cycles") for axis in laws.AXES}
-        return laws.Inverse(self._value(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count})
+    def time_law(self, unit: Unit) -> laws.Inverse:
+        cycles = {axis: self._coefficient(f"{unit}_{axis[:-3]}_cycles") for axis in laws.AXES}
+        return laws.Inverse(self._coefficient(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count})
 
-    def rates(self, clocks: laws.Clocks, top: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of `fedquilt.core.Rates` that these times tell, at clocks of a board with these highest ones."""
+    def compute_rates(self, clocks: laws.Clocks, top: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers of `fedquilt.core.Rates` at these clocks.
+
+        `top` contains the highest clocks of the board. Unknown numbers are left out.
+        """
         found = {}
         for key, unit in UNITS.items():
-            each_s = self.inverse(unit).seconds(clocks, top)
+            each_s = self.time_law(unit).compute_seconds(clocks, top)
             if each_s is not None:
-                found[key] = _rounded(1 / each_s if key.endswith("_per_s") else each_s)
+                found[key] = _round_to_four_digits(1 / each_s if key.endswith("_per_s") else each_s)
         return found
 
-    def figures(self, *prefixes: str) -> tuple[Figure, ...]:
-        """The coefficients whose names begin so; all of them without a prefix."""
+    def sourced_values(self, *prefixes: str) -> tuple[Figure, ...]:
+        """Return the coefficients with one of these name prefixes, or all without a prefix."""
         named = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
         return tuple(figure for key in named if (figure := getattr(self, key)) is not None)
 
-    def _value(self, key: str) -> float:
+    def _coefficient(self, key: str) -> float:
         figure: Figure | None = getattr(self, key)
         return 0.0 if figure is None else figure.value
 
 
 class Model(Times, frozen=True, forbid_unknown_fields=True):
-    """The coefficients of `fedquilt.profiles.model`; one left out is 0."""
-
     base_w: Figure | None = None
     cpu_w: Figure | None = None  # at the highest clock, as the next two
     gpu_w: Figure | None = None
     emc_w: Figure | None = None
     exponent: Figure | None = None  # k
 
-    def draw(self) -> laws.Draw:
-        """The power while busy."""
-        axes_w = {axis: self._value(key) for axis, key in laws.POWERED.items()}
+    def power_model(self) -> laws.Draw:
+        axes_w = {axis: self._coefficient(key) for axis, key in laws.POWERED.items()}
         known = {axis: watts for axis, watts in axes_w.items() if watts}
-        return laws.Draw(self._value("base_w"), known, self._value("exponent") or laws.Draw.exponent)
+        return laws.Draw(self._coefficient("base_w"), known, self._coefficient("exponent") or laws.Draw.exponent)
 
 
 UNITS: Final[Mapping[str, Unit]] = {  # a number of `fedquilt.core.Rates` -> what the time is of
@@ -162,7 +155,7 @@ BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coef
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One mode of the board. The unit is in the name; bytes_per_s is memory traffic."""
+    """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
 
     name: Label
     cores: Figure | None = None  # processor cores that are on; for people: no point tells it to a board
@@ -175,27 +168,23 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task_s: Figure | None = None
     busy_w: Figure | None = None
 
-    def figures(self) -> tuple[Figure, ...]:
-        """Figures with their provenance, all that are given."""
+    def sourced_values(self) -> tuple[Figure, ...]:
         every = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
         return tuple(figure for figure in every if figure is not None)
 
 
 class Thermal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The hottest zone as one heat capacity behind one resistance: T -> ambient + rise * P, with a time constant."""
+    """Thermal model of the hottest zone: T -> ambient + rise * P, with one time constant."""
 
     ambient_c: Figure
     rise_c_per_w: Figure
     time_s: Figure
 
-    def figures(self) -> tuple[Figure, ...]:
-        """Figures with their provenance."""
+    def sourced_values(self) -> tuple[Figure, ...]:
         return (self.ambient_c, self.rise_c_per_w, self.time_s)
 
 
 class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One profile file."""
-
     board: Name
     title: Label
     memory_bytes: Figure
@@ -207,134 +196,144 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workloads: Annotated[dict[Label, Times], Meta(max_length=20)] = {}  # by `fedquilt.core.Work.workload`
     thermal: Thermal | None = None
 
-    def figures(self) -> tuple[Sourced, ...]:
-        """Every number, or list of numbers, in the file."""
+    def sourced_values(self) -> tuple[Sourced, ...]:
         whole: list[Sourced | None] = [self.memory_bytes, self.idle_w]
         if self.clocks is not None:
             whole += [self.clocks.cpu_hz, self.clocks.gpu_hz, self.clocks.emc_hz]
         parts = [
             part for part in (self.model, *self.workloads.values(), self.thermal, *self.points) if part is not None
         ]
-        return (*(f for f in whole if f is not None), *(figure for part in parts for figure in part.figures()))
+        return (*(f for f in whole if f is not None), *(figure for part in parts for figure in part.sourced_values()))
 
     def provenance(self, *figures: Sourced | None) -> Provenance:
-        """The least sure of what these numbers rest on; of all of them when none is given."""
-        chosen = [figure for figure in figures or self.figures() if figure is not None]
+        """Return the least certain provenance of these numbers, or of all numbers without arguments."""
+        chosen = [figure for figure in figures or self.sourced_values() if figure is not None]
         return max((self.sources[figure.source].provenance for figure in chosen), key=FROM_SUREST.index)
 
     def operating_points(self) -> tuple[OperatingPoint, ...]:
-        """As they travel: the named modes, what they do not say filled in by the model, then the grid."""
+        """Return the named modes, completed by the model, followed by the grid of the model.
+
+        The number of points is at most MOST_POINTS.
+        """
         named = [
-            self._filled(point.name, {key: _value(getattr(point, key)) for key in NUMBERS}) for point in self.points
+            self._complete_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
+            for point in self.points
         ]
         if self.clocks is None or self.model is None:
             return tuple(named)
         taken = [{axis: getattr(point, axis) for axis in laws.AXES} for point in named]
         room = MOST_POINTS - len(named)
-        clocks = laws.grid(self.clocks.lists(), room)
+        clocks = laws.make_grid(self.clocks.frequencies_by_axis(), room)
         every: list[dict[str, float | None]] = [{axis: each.get(axis) for axis in laws.AXES} for each in clocks]
-        new = [(laws.name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken]
-        return (*named, *(self._filled(name, full) for name, full in new))
+        new = [
+            (laws.format_point_name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken
+        ]
+        return (*named, *(self._complete_point(name, full) for name, full in new))
 
-    def basis(self, point: str, *numbers: str, workload: str = "") -> tuple[Figure, ...]:
-        """What some numbers of an operating point rest on: the figures of its mode, or the model's coefficients.
+    def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[Figure, ...]:
+        """Return the sourced values from which numbers of an operating point are derived.
 
-        `workload`: the one whose speed is meant, where the board has measured it.
+        A number comes from the point's mode, or else from coefficients of the model or of the `workload`.
         """
         mode = next((mode for mode in self.points if mode.name == point), None)
         found: list[Figure] = []
         for number in numbers:
             if number in UNITS and workload in self.workloads:
-                found += self.workloads[workload].figures(*BEHIND[number])
+                found += self.workloads[workload].sourced_values(*BEHIND[number])
                 continue
             given: Figure | None = getattr(mode, number, None)
-            found += [given] if given is not None else self.model.figures(*BEHIND[number]) if self.model else []
+            found += [given] if given is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
         return tuple(found)
 
-    def _filled(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
+    def _complete_point(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
         numbers = {key: value for key, value in known.items() if value is not None}
-        top = self.top()
+        top = self.highest_clocks()
         if self.model is not None:
-            numbers = {**self.model.rates(known, top), **numbers}
-            busy_w = self.model.draw().watts(known, top)
+            numbers = {**self.model.compute_rates(known, top), **numbers}
+            busy_w = self.model.power_model().compute_watts(known, top)
             if busy_w is not None:
-                numbers.setdefault("busy_w", _rounded(busy_w))
-        each = {workload: Rates(**times.rates(known, top)) for workload, times in self.workloads.items()}
+                numbers.setdefault("busy_w", _round_to_four_digits(busy_w))
+        each = {workload: Rates(**times.compute_rates(known, top)) for workload, times in self.workloads.items()}
         return OperatingPoint(name=name, **numbers, rates=each)
 
-    def top(self) -> dict[str, float]:
-        """The highest value of each clock there is a list of."""
-        return {} if self.clocks is None else {axis: values[-1] for axis, values in self.clocks.lists().items()}
+    def highest_clocks(self) -> dict[str, float]:
+        return (
+            {}
+            if self.clocks is None
+            else {axis: values[-1] for axis, values in self.clocks.frequencies_by_axis().items()}
+        )
 
 
 NUMBERS: Final = (*laws.AXES, *BEHIND)  # of an operating point
 
 
-def _value(figure: Figure | None) -> float | None:
+def _value_or_none(figure: Figure | None) -> float | None:
     return None if figure is None else figure.value
 
 
-def _rounded(value: float) -> float:
-    """Four digits: a model knows no more, and 200 points fit into one message."""
+def _round_to_four_digits(value: float) -> float:
+    # a model is not more precise, and 200 points fit into one message
     return float(f"{value:.4g}")
 
 
-def names() -> list[str]:
-    """The boards there are, sorted."""
+def board_names() -> list[str]:
     return sorted(path.stem for path in Path(__file__).parent.glob("*.toml"))
 
 
-def load(name: str) -> Board:
-    """The profile in `profiles/<name>.toml`.
+def load_board_profile(name: str) -> Board:
+    """Return the profile in `profiles/<name>.toml`.
 
     Raises:
-        JobError: there is no such file, or it does not fit the schema; says where.
+        JobError: If there is no such file, or the file is invalid. The error names the place.
     """
-    if name not in names():
-        hint = config.nearest(name, names())
-        raise JobError(f"board {name!r} is unknown; there are: {', '.join(names())}, and auto for this host{hint}")
+    if name not in board_names():
+        hint = config.suggest_nearest(name, board_names())
+        raise JobError(
+            f"board {name!r} is unknown; there are: {', '.join(board_names())}, and auto for this host{hint}"
+        )
     path = Path(__file__).parent / f"{name}.toml"
-    return parse(path.read_text(encoding="utf-8"), str(path))
+    return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
 
 
-def find(given: str) -> Board:
-    """A board's own profile by its file, or one that ships by its name.
+def find_board_profile(given: str) -> Board:
+    """Return the profile in a file, or the included profile with this name.
 
     Raises:
-        JobError: neither, a file that cannot be read, or one that does not fit the schema.
+        JobError: If there is neither, or the file cannot be read or is invalid.
     """
     path = Path(given)
-    if not path.exists() and is_name(given):
-        if given in names():
-            return load(given)
-        hint = config.nearest(given, names())
-        raise JobError(f"profile {given!r} is no file, and none that ships; there are: {', '.join(names())}{hint}")
+    if not path.exists() and is_board_name(given):
+        if given in board_names():
+            return load_board_profile(given)
+        hint = config.suggest_nearest(given, board_names())
+        raise JobError(
+            f"profile {given!r} is no file, and none that ships; there are: {', '.join(board_names())}{hint}"
+        )
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt record` writes one") from None
 
 
-def is_name(given: str) -> bool:
-    """Whether this can be a profile's name; else it is a path."""
+def is_board_name(given: str) -> bool:
     return "/" not in given and not given.endswith(".toml")
 
 
 _SUM: Final = "# sha256 of the lines above: "
 
 
-def signed(text: str) -> str:
-    """A profile's text with a last line that tells its checksum."""
+def add_checksum(text: str) -> str:
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
-def parse(text: str, where: str) -> Board:
-    """The profile in TOML text.
+def parse_board_profile(text: str, where: str) -> Board:
+    """Return the profile in TOML text.
+
+    `where` names the text in errors.
 
     Raises:
-        JobError: its last line tells another checksum than it has, it does not fit the schema, a number names a source
-            that is not there, two points share a name, clocks do not rise, or the model uses a clock that [clocks]
-            does not list.
+        JobError: If the checksum in the last line is wrong, the text does not fit the schema, a number names an unknown
+            source, two points share a name, clocks do not rise, or the model uses a clock that [clocks] does not list.
     """
     body, mark, told = text.rpartition(_SUM)
     if mark and told.strip() != hashlib.sha256(body.encode()).hexdigest():
@@ -343,16 +342,16 @@ def parse(text: str, where: str) -> Board:
             "line if you changed it"
         )
     try:
-        board = msgspec.convert(config.parse(text, where), Board)
+        board = msgspec.convert(config.parse_toml(text, where), Board)
     except msgspec.ValidationError as error:
         raise JobError(f"{where}: {error}") from None
-    unknown = sorted({figure.source for figure in board.figures()} - set(board.sources))
+    unknown = sorted({figure.source for figure in board.sourced_values()} - set(board.sources))
     if unknown:
         raise JobError(f"{where}: numbers name the sources {', '.join(unknown)}, which [sources] does not hold")
     called = [point.name for point in board.points]
     if len(set(called)) < len(called):
         raise JobError(f"{where}: two points share a name: {', '.join(sorted(called))}")
-    lists = {} if board.clocks is None else board.clocks.lists()
+    lists = {} if board.clocks is None else board.clocks.frequencies_by_axis()
     for axis, values in lists.items():
         if list(values) != sorted(set(values)):
             raise JobError(f"{where}: [clocks] {axis} must rise from the lowest value to the highest")
@@ -362,8 +361,8 @@ def parse(text: str, where: str) -> Board:
     }.items():
         if times is None:
             continue
-        axes = {axis for unit in UNITS.values() for axis in times.inverse(unit).cycles}
-        axes |= set(times.draw().axes_w) if isinstance(times, Model) else set()
+        axes = {axis for unit in UNITS.values() for axis in times.time_law(unit).cycles}
+        axes |= set(times.power_model().axes_w) if isinstance(times, Model) else set()
         if missing := sorted(axes - set(lists)):
             raise JobError(f"{where}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

@@ -1,8 +1,8 @@
-"""The model's coefficients from measurements, and how far it is off. Imports numpy.
+"""Fit of the clock model to measurements, with its errors. Imports numpy.
 
-Coefficients are not negative, as more clock cannot take longer or draw less. Non-negative least squares is
-exact here by trying every subset of the few columns. Rows are weighted by 1 / measured, so that errors are
-relative. The error that is told is that of points the fit has not seen: each is left out in turn.
+No coefficient is negative, because a higher clock cannot take longer or use less power. Non-negative least squares is
+exact here, by a search of all subsets of the few columns. Rows are weighted by 1 / measured, so that errors are
+relative. The reported error is that of leave-one-out cross-validation.
 """
 
 from __future__ import annotations
@@ -22,55 +22,53 @@ TINY_DESIGN: Final = 1e-6  # keeps the determinant of the first few rows above 0
 
 
 class Seen(NamedTuple):
-    """One point: its clocks, and what was measured there."""
-
     clocks: laws.Clocks
     value: float  # seconds per unit, or watts
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors, signed as (model - measured) / measured, in the order of what was seen."""
+    """Relative errors, (model - measured) / measured, in the order of the measurements."""
 
     fitted: tuple[float, ...]
     left_out: tuple[float | None, ...]  # of each point, by the fit of all the others; None: too few are left
 
     @property
     def median(self) -> float | None:
-        """Of the sizes of `left_out`; None: nothing could be left out."""
+        """Median of the absolute errors in `left_out`, or None if all are unknown."""
         known = [abs(error) for error in self.left_out if error is not None]
         return float(np.median(known)) if known else None
 
     @property
     def worst(self) -> float | None:
-        """Largest relative error at a point left out of the fit; None: no point was."""
+        """Largest absolute error in `left_out`, or None if all are unknown."""
         return max((abs(error) for error in self.left_out if error is not None), default=None)
 
 
-def inverse(seen: Sequence[Seen], top: Mapping[str, float]) -> tuple[laws.Inverse, Errors]:
-    """The time a + b / f_cpu + c / f_gpu + d / f_emc that fits best.
+def fit_time_law(seen: Sequence[Seen], top: Mapping[str, float]) -> tuple[laws.Inverse, Errors]:
+    """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc.
 
     Raises:
-        ValueError: nothing was seen.
+        ValueError: If there are no measurements.
     """
-    axes = _varying(seen, top)
-    x = _inverse_rows(seen, axes, top)  # (n, 1 + axes)
-    found, errors = _fit(x, _values(seen))
+    axes = _varying_axes(seen, top)
+    x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
+    found, errors = _fit_with_errors(x, _target_values(seen))
     return laws.Inverse(found[0], {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}), errors
 
 
-def draw(seen: Sequence[Seen], top: Mapping[str, float], floor_w: float = 0.0) -> tuple[laws.Draw, Errors]:
-    """The power base + sum of w * r^k that fits best, over `EXPONENTS` too; `base` is no less than `floor_w`.
+def fit_power_model(seen: Sequence[Seen], top: Mapping[str, float], floor_w: float = 0.0) -> tuple[laws.Draw, Errors]:
+    """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`.
 
     Raises:
-        ValueError: nothing was seen.
+        ValueError: If there are no measurements.
     """
-    axes = _varying(seen, top)
-    values = _values(seen)
+    axes = _varying_axes(seen, top)
+    values = _target_values(seen)
     best: tuple[float, laws.Draw, Errors] | None = None
     for exponent in EXPONENTS:
-        x = _draw_rows(seen, axes, top, exponent)
-        found, errors = _fit(x, values, floor_w)
+        x = _power_model_rows(seen, axes, top, exponent)
+        found, errors = _fit_with_errors(x, values, floor_w)
         known = {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
         rating = float(np.sum(np.square(errors.fitted)))
         if best is None or rating < best[0] * (1 - BETTER):
@@ -79,20 +77,21 @@ def draw(seen: Sequence[Seen], top: Mapping[str, float], floor_w: float = 0.0) -
     return best[1], best[2]
 
 
-def design(candidates: Sequence[laws.Clocks], count: int, top: Mapping[str, float]) -> list[int]:
-    """Which points to measure, most telling first: places in `candidates`.
+def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top: Mapping[str, float]) -> list[int]:
+    """Return indices of candidates to measure, the most informative first.
 
-    D-optimal by greed: the fastest first, then the one in the middle, which shows whether power bends, then
-    whichever makes the determinant of X'X largest, X being the rows of the time model, scaled to the range
-    of each column. These are mostly the corners. Deterministic: of equals, the first.
+    The first point is the fastest, and the second is the one in the middle, which shows whether power bends. Each
+    further point maximises the determinant of X'X (greedy D-optimal design), where X contains the scaled rows of the
+    time model. Most of these points are corners of the grid. The result is deterministic: the first of several equal
+    candidates is chosen.
     """
     if not candidates or count < 1:
         return []
     seen = [Seen(clocks, 1.0) for clocks in candidates]
-    axes = _varying(seen, top)
-    x = _inverse_rows(seen, axes, top)
+    axes = _varying_axes(seen, top)
+    x = _time_law_rows(seen, axes, top)
     x[:, 1:] = (x[:, 1:] - x[:, 1:].mean(0)) / np.maximum(np.ptp(x[:, 1:], axis=0), 1e-300)
-    speed = np.array([[laws.at(clocks, top, axis) / top[axis] for axis in axes] for clocks in candidates])
+    speed = np.array([[laws.clock_of_axis(clocks, top, axis) / top[axis] for axis in axes] for clocks in candidates])
     order = [int(np.argmax(speed.sum(1)))] if axes else [0]
     middle = np.square(speed - (speed.min(0) + speed.max(0)) / 2).sum(1) if axes else np.zeros(len(x))
     middle[order[0]] = np.inf
@@ -106,51 +105,56 @@ def design(candidates: Sequence[laws.Clocks], count: int, top: Mapping[str, floa
     return order
 
 
-def _varying(seen: Sequence[Seen], top: Mapping[str, float]) -> list[str]:
-    """Axes along which the points differ; of the others nothing can be told."""
+def _varying_axes(seen: Sequence[Seen], top: Mapping[str, float]) -> list[str]:
     if not seen:
         raise ValueError("there is nothing to fit")
-    return [axis for axis in laws.AXES if axis in top and len({laws.at(each.clocks, top, axis) for each in seen}) > 1]
+    return [
+        axis
+        for axis in laws.AXES
+        if axis in top and len({laws.clock_of_axis(each.clocks, top, axis) for each in seen}) > 1
+    ]
 
 
-def _values(seen: Sequence[Seen]) -> np.ndarray:
+def _target_values(seen: Sequence[Seen]) -> np.ndarray:
     return np.array([each.value for each in seen], float)  # (n,)
 
 
-def _inverse_rows(seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
-    return np.array([[1.0, *(1 / laws.at(each.clocks, top, axis) for axis in axes)] for each in seen])
+def _time_law_rows(seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
+    return np.array([[1.0, *(1 / laws.clock_of_axis(each.clocks, top, axis) for axis in axes)] for each in seen])
 
 
-def _draw_rows(seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float], exponent: float) -> np.ndarray:
-    return np.array([[1.0, *(laws.ratio(axis, each.clocks, top, exponent) for axis in axes)] for each in seen])
+def _power_model_rows(
+    seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float], exponent: float
+) -> np.ndarray:
+    return np.array([[1.0, *(laws.power_ratio(axis, each.clocks, top, exponent) for axis in axes)] for each in seen])
 
 
-def _fit(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float], Errors]:
-    """Coefficients of x, (n, p), for y, (n,): none negative, the first no less than `floor`."""
-    found = _non_negative(x, y, floor)
+def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float], Errors]:
+    found = _solve_non_negative(x, y, floor)
     left_out: list[float | None] = []
     for i in range(len(y)):
         rest = np.arange(len(y)) != i
         if rest.sum() < x.shape[1] or np.linalg.matrix_rank(x[rest] / x.max(0)) < x.shape[1]:
             left_out.append(None)  # what was left out is all that told of some clock
         else:
-            left_out.append(float(x[i] @ _non_negative(x[rest], y[rest], floor) / y[i] - 1))
+            left_out.append(float(x[i] @ _solve_non_negative(x[rest], y[rest], floor) / y[i] - 1))
     return [float(value) for value in found], Errors(tuple(float(e) for e in x @ found / y - 1), tuple(left_out))
 
 
-def positive(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Cost of one of each count, none negative, whose sums are nearest the values in relative terms.
+def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the non-negative cost per unit of each count that fits the values best.
+
+    The fit minimises relative errors.
 
     Args:
-        counts: a row for each value.
-        values: all above 0.
+        counts: The counts, one row for each value.
+        values: The measured values, all above 0.
     """
-    found = _non_negative(np.array(counts, float), np.array(values, float), 0.0)
+    found = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in found]
 
 
-def _non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
-    """Least squares of relative errors over coefficients >= 0, by every subset of columns, small ones first."""
+def _solve_non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
     rows = x / y[:, None]
     aim = 1.0 - floor * rows[:, 0]  # what is left for the coefficients above their lowest
     scale = np.maximum(np.abs(rows).max(0), 1e-300)

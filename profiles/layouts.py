@@ -1,7 +1,7 @@
-"""The fake boards' figures: what differs from one Jetson to the next. `fake_boards` makes files of them.
+"""Hardware data of the fake boards: the differences between the Jetson models.
 
-Frequencies and modes are those of public tables, addresses, labels and zones those of NVIDIA's guides
-and public logs; the readings are made up, each in the order of magnitude of an idle board.
+Frequencies and modes are from public tables, and addresses, labels and zones from NVIDIA's guides and public logs. The
+readings are invented, in the order of magnitude of an idle board.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ XAVIER_ZONES = ("CPU-therm", "GPU-therm", "AUX-therm", "AO-therm", "PMIC-Die", "
 ORIN_ZONES = ("cpu-thermal", "gpu-thermal", "cv0-thermal", "soc0-thermal", "soc1-thermal", "soc2-thermal", "tj-thermal")
 
 
-def steps(first: float, last: float, by: float, *more: float) -> tuple[float, ...]:
-    """`first` to `last` by steps, and more."""
+def frequency_steps(first: float, last: float, by: float, *more: float) -> tuple[float, ...]:
     return (*(first + by * k for k in range(round((last - first) / by) + 1)), *more)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One nvpmodel mode: cores that are on, and caps in MHz (-1: none)."""
+    """Mode of nvpmodel. Clock limits are in MHz, or -1 for no limit."""
 
     name: str
     cores: int
@@ -33,7 +32,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Layout:
-    """What differs between boards. Frequencies in MHz, CPU's in kHz."""
+    """Hardware of a board model. Frequencies are in MHz, those of the CPU in kHz."""
 
     model: str
     compatible: tuple[str, ...]
@@ -52,7 +51,7 @@ class Layout:
     input_w: float | None = None  # at VIN, where an INA238 measures it
 
 
-XAVIER_CPU = steps(115200, 1881600, 76800, 1907200)
+XAVIER_CPU = frequency_steps(115200, 1881600, 76800, 1907200)
 ORIN_GPU = {5: "17000000.ga10b", 6: "platform/bus@0/17000000.gpu"}
 THREE = (("VDD_IN", 5000, 1200), ("VDD_CPU_GPU_CV", 5000, 400), ("VDD_SOC", 5000, 300))
 
@@ -64,7 +63,7 @@ ORIN_NANO = Layout(
     memory_kib=7801856,
     jetpacks=(5, 6),
     policies=((0, 1, 2, 3), (4, 5)),
-    cpu_khz=steps(115200, 1497600, 76800, 1510400),
+    cpu_khz=frequency_steps(115200, 1497600, 76800, 1510400),
     gpu=ORIN_GPU,
     gpu_mhz=(306, 408, 510, 612, 624.75),
     emc_mhz=2133,
@@ -88,7 +87,7 @@ BOARDS: dict[str, Layout] = {
             *(1036800, 1132800, 1224000, 1326000, 1428000, 1479000),
         ),
         gpu={4: "gpu.0/devfreq/57000000.gpu"},
-        gpu_mhz=steps(76.8, 921.6, 76.8),
+        gpu_mhz=frequency_steps(76.8, 921.6, 76.8),
         emc_mhz=1600,
         rails={"6-0040": (("POM_5V_IN", 5000, 580), ("POM_5V_GPU", 5000, 8), ("POM_5V_CPU", 5000, 120))},
         zones=("AO-therm", "CPU-therm", "GPU-therm", "PLL-therm", "PMIC-Die", "thermal-fan-est"),
@@ -134,7 +133,7 @@ BOARDS: dict[str, Layout] = {
         policies=((0, 1), (2, 3), (4, 5)),
         cpu_khz=XAVIER_CPU,
         gpu={4: "17000000.gv11b", 5: "17000000.gv11b"},
-        gpu_mhz=(114.75, 204, 306, 408, 510, 599.25, *steps(701.25, 1109.25, 51)),
+        gpu_mhz=(114.75, 204, 306, 408, 510, 599.25, *frequency_steps(701.25, 1109.25, 51)),
         emc_mhz=1866,
         rails={"7-0040": THREE},
         zones=XAVIER_ZONES,
@@ -156,7 +155,7 @@ BOARDS: dict[str, Layout] = {
         memory_kib=32692224,
         jetpacks=(4, 5),
         policies=((0, 1), (2, 3), (4, 5), (6, 7)),
-        cpu_khz=steps(115200, 2188800, 76800, 2265600),
+        cpu_khz=frequency_steps(115200, 2188800, 76800, 2265600),
         gpu={4: "17000000.gv11b", 5: "17000000.gv11b"},
         gpu_mhz=(
             *(114.75, 216.75, 318.75, 420.75, 522.75, 624.75, 675.75),
@@ -183,8 +182,8 @@ BOARDS: dict[str, Layout] = {
         model="NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
         compatible=("nvidia,p3768-0000+p3767-0005-super", "nvidia,p3767-0005", "nvidia,tegra234"),
         jetpacks=(6,),
-        cpu_khz=steps(115200, 1728000, 76800),
-        gpu_mhz=steps(306, 1020, 102),
+        cpu_khz=frequency_steps(115200, 1728000, 76800),
+        gpu_mhz=frequency_steps(306, 1020, 102),
         emc_mhz=3199,
         source="NVIDIA, Jetson Linux R36.4 guide for Orin: rails at 0x40; nvpmodel_p3767_0003_super.conf (public copy)",
         modes=(Mode("15W", 6, 1497.6, 612, 2133), Mode("25W", 6, 1344, 918, 3199), Mode("MAXN_SUPER", 6)),
@@ -196,8 +195,8 @@ BOARDS: dict[str, Layout] = {
         compatible=("nvidia,p3768-0000+p3767-0000", "nvidia,p3767-0000", "nvidia,tegra234"),
         memory_kib=15990784,
         policies=((0, 1, 2, 3), (4, 5, 6, 7)),
-        cpu_khz=steps(115200, 1958400, 76800, 1984000),
-        gpu_mhz=steps(306, 918, 102),
+        cpu_khz=frequency_steps(115200, 1958400, 76800, 1984000),
+        gpu_mhz=frequency_steps(306, 918, 102),
         emc_mhz=3199,
         source=f"{ORIN}; nvpmodel_p3767_0000.conf (LineageOS, concord)",
         modes=(
@@ -213,8 +212,8 @@ BOARDS: dict[str, Layout] = {
         compatible=("nvidia,p3737-0000+p3701-0005", "nvidia,p3701-0005", "nvidia,tegra234"),
         memory_kib=64349184,
         policies=((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)),
-        cpu_khz=steps(115200, 2188800, 76800, 2201600),
-        gpu_mhz=steps(306, 1224, 102, 1300.5),
+        cpu_khz=frequency_steps(115200, 2188800, 76800, 2201600),
+        gpu_mhz=frequency_steps(306, 1224, 102, 1300.5),
         emc_mhz=3199,
         rails={
             "1-0040": (("VDD_GPU_SOC", 19000, 160), ("VDD_CPU_CV", 19000, 20), ("VIN_SYS_5V0", 5000, 700)),
@@ -245,7 +244,7 @@ BOARDS |= {  # modules of the same families
         compatible=("nvidia,p3768-0000+p3767-0001", "nvidia,p3767-0001", "nvidia,tegra234"),
         memory_kib=7801856,
         policies=((0, 1, 2, 3), (4, 5)),
-        gpu_mhz=steps(306, 714, 102, 765),
+        gpu_mhz=frequency_steps(306, 714, 102, 765),
         source=f"{ORIN}; nvpmodel_p3767_0001.conf (LineageOS, concord)",
         modes=(
             Mode("MAXN", 6),
@@ -260,7 +259,7 @@ BOARDS |= {  # modules of the same families
         model="NVIDIA Jetson Orin NX Engineering Reference Developer Kit Super",
         compatible=("nvidia,p3768-0000+p3767-0000-super", "nvidia,p3767-0000", "nvidia,tegra234"),
         jetpacks=(6,),
-        gpu_mhz=steps(306, 1122, 102, 1173),
+        gpu_mhz=frequency_steps(306, 1122, 102, 1173),
         source="NVIDIA, Jetson Linux R36.4 guide for Orin: rails at 0x40; nvpmodel_p3767_0000_super.conf (public copy)",
         modes=(
             Mode("MAXN_SUPER", 8),
@@ -276,7 +275,7 @@ BOARDS |= {  # modules of the same families
         compatible=("nvidia,p3737-0000+p3701-0004", "nvidia,p3701-0004", "nvidia,tegra234"),
         memory_kib=31268864,
         policies=((0, 1, 2, 3), (4, 5, 6, 7)),
-        gpu_mhz=steps(306, 918, 102, 930),
+        gpu_mhz=frequency_steps(306, 918, 102, 930),
         source=f"{AGX_ORIN}; nvpmodel_p3701_0004.conf (LineageOS, device concord); GPU top: not checked",
         modes=(
             Mode("MAXN", 8),
@@ -290,8 +289,8 @@ BOARDS |= {  # modules of the same families
         model="NVIDIA Jetson AGX Orin Industrial",
         compatible=("nvidia,p3737-0000+p3701-0008", "nvidia,p3701-0008", "nvidia,tegra234"),
         jetpacks=(6,),
-        cpu_khz=steps(115200, 1958400, 76800, 2000000),
-        gpu_mhz=steps(306, 1122, 102, 1200),
+        cpu_khz=frequency_steps(115200, 1958400, 76800, 2000000),
+        gpu_mhz=frequency_steps(306, 1122, 102, 1200),
         source=f"{AGX_ORIN}; tops of CPU and GPU not checked; its nvpmodel.conf was not seen",
         modes=(Mode("MAXN", 12),),
         default=0,

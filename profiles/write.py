@@ -1,4 +1,4 @@
-"""A profile as TOML that `fedquilt.profiles.parse` reads back to the same."""
+"""Conversion of a profile to TOML that `fedquilt.profiles` reads back unchanged."""
 
 from __future__ import annotations
 
@@ -9,37 +9,35 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.profiles import Board, signed
+from fedquilt.profiles import Board, add_checksum
 
 
-def text(board: Board) -> str:
-    """The whole file, in the order of those that ship: facts, sources, clocks, model, points."""
+def format_board(board: Board) -> str:
     table = msgspec.to_builtins(board)
     known = {key: value for key, value in table.items() if value is not None}
     facts = ("board", "title", "memory_bytes", "idle_w")
-    parts = [_lines({key: known[key] for key in facts if key in known})]
-    parts += [f"[sources.{_key(key)}]\n{_lines(source)}" for key, source in known["sources"].items()]
-    parts += [f"[clocks.{axis}]\n{_lines(steps)}" for axis, steps in known.get("clocks", {}).items() if steps]
-    parts += [f"[{key}]\n{_lines(known[key])}" for key in ("model", "thermal") if key in known]
-    parts += [f"[workloads.{_key(key)}]\n{_lines(times)}" for key, times in known["workloads"].items()]
-    parts += [f"[[points]]\n{_lines(point)}" for point in known["points"]]
-    return signed("\n".join(parts))
+    parts = [_format_table({key: known[key] for key in facts if key in known})]
+    parts += [f"[sources.{_format_key(key)}]\n{_format_table(source)}" for key, source in known["sources"].items()]
+    parts += [f"[clocks.{axis}]\n{_format_table(steps)}" for axis, steps in known.get("clocks", {}).items() if steps]
+    parts += [f"[{key}]\n{_format_table(known[key])}" for key in ("model", "thermal") if key in known]
+    parts += [f"[workloads.{_format_key(key)}]\n{_format_table(times)}" for key, times in known["workloads"].items()]
+    parts += [f"[[points]]\n{_format_table(point)}" for point in known["points"]]
+    return add_checksum("\n".join(parts))
 
 
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+def _format_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _format_value(name)
 
 
-def _lines(table: Mapping[str, Any]) -> str:
-    """One `key = value` a line; what is None is left out."""
-    return "".join(f"{key} = {_value(value)}\n" for key, value in table.items() if value is not None)
+def _format_table(table: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {_format_value(value)}\n" for key, value in table.items() if value is not None)
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_value(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_format_value(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(each) for each in value) + "]"
+        return "[" + ", ".join(_format_value(each) for each in value) + "]"
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 2**63 else repr(value)
     # JSON's strings are TOML's, but for surrogate pairs, which TOML writes as what they stand for, and DEL

@@ -23,7 +23,7 @@ PAYLOAD = noise(4 * CHUNK)
 class Site:
     def __init__(self, folder: Path, connections: Connections | None = None) -> None:
         self.depot = Depot(folder / "c")
-        self.ref = self.depot.put(PAYLOAD)
+        self.ref = self.depot.store_bytes(PAYLOAD)
         self.refused: set[tuple[str, str]] = set()
         self.ended: list[Ended] = []
         self.server = BlobServer(
@@ -34,15 +34,15 @@ class Site:
             self.ended.append,
             connections=connections,
         )
-        self.token = self.server.grant("a", self.ref)
+        self.token = self.server.issue_token("a", self.ref)
 
     def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[Intake, str]:
         """An intake for a blob, and the token to put it."""
         digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
         sha256 = hashlib.sha256(payload).hexdigest()
         manifest = wire.Manifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
-        intake = Intake(self.depot, manifest, self.depot.resume(manifest), through=True)
-        return intake, self.server.grant("a", intake.ref, intake)
+        intake = Intake(self.depot, manifest, self.depot.open_part(manifest), through=True)
+        return intake, self.server.issue_token("a", intake.ref, intake)
 
     def ask(self, request: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of the answer; 0 for a connection that ends without one."""

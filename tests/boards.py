@@ -62,12 +62,12 @@ def wheel(
 
 def required() -> list[str]:
     """Names of the packages that fedquilt requires, directly and in its extras, as the checkout says now."""
-    project = config.read(Path(__file__).parents[1] / "pyproject.toml")["project"]
+    project = config.read_toml(Path(__file__).parents[1] / "pyproject.toml")["project"]
     lines = [*project["dependencies"], *(each for lines in project["optional-dependencies"].values() for each in lines)]
     return sorted({re.split(r"[\[;><=]", line)[0].strip() for line in lines} - {"fedquilt"})
 
 
-JETSON = targets.find("jetpack6")
+JETSON = targets.find_target("jetpack6")
 HERE = Target("here", "aarch64", PYTHON, 27, sys.executable)  # a board whose interpreter is this one
 
 

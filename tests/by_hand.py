@@ -39,7 +39,7 @@ class Hand:
         self.link = broker.connect()
         self.depot = Depot(folder)
         self.transfers = Transfers(self.link, self.depot, self.topics, "up", lambda device, sha256: True)
-        self.link.subscribe(self.topics.for_device(name))
+        self.link.subscribe(self.topics.device_filters(name))
         self.tasks: list[Task | None] = []
         self.acks: list[wire.Ack] = []
         self.presence, self.answers = wire.Presence(online=True, boot="1"), True  # the coordinator's requests for it
@@ -62,11 +62,11 @@ class Hand:
 
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
         payload = message if isinstance(message, bytes) else wire.encode(message)
-        self.link.publish(self.topics.device(self.name, "up", leaf), payload, retain=retain)
+        self.link.publish(self.topics.device_topic(self.name, "up", leaf), payload, retain=retain)
 
     def answer(self, model: dict[str, np.ndarray], **changes: Any) -> Update:
         task = next(task for task in reversed(self.tasks) if task)
-        ref = self.depot.put(tensors.encode(model))
+        ref = self.depot.store_bytes(tensors.encode_tensors(model))
         values = {"job": task.job, "round": task.round, "attempt": task.attempt, "device": self.name, "weight": 1.0}
         update = Update(**{**values, "bundles": {"model": ref}, "metrics": {}, "usage": Usage(), **changes})
         self.say("update", update)
@@ -74,8 +74,8 @@ class Hand:
 
     def listen(self, now_s: float) -> None:
         for message in self.link.receive():
-            route = wire.route(message.topic)
-            if self.transfers.handle(route, message.payload, now_s):
+            route = wire.parse_topic(message.topic)
+            if self.transfers.handle_message(route, message.payload, now_s):
                 continue
             if route.leaf == "task":
                 self.tasks.append(wire.decode(message.payload, Task) if message.payload else None)
@@ -102,17 +102,19 @@ class Stage:
         self.by_wall = by_wall  # whether restarted coordinators go by the store's clock; see `wall_s`
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
-        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(model)})
+        bundle.write_bundle(
+            folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(model)}
+        )
         self.disk: Disk = PRIVATE  # of the coordinator, from its next start on
         self.store = Store(folder / "home")
-        self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
+        self.job = self.store.add_job(settings.parse_job({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []
         self.start()
 
     def start(self) -> None:
         """A coordinator process begins."""
         self.link = self.broker.connect()
-        self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
+        self.executor = OverLink(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
             self.executor,
             self.store,
@@ -126,11 +128,11 @@ class Stage:
     def add(self, name: str, **table: Any) -> str:
         """Queue another job; from now on all are served."""
         self.all, self.server._only = True, None
-        return self.store.add(settings.parse({**TABLE, "name": name, **table}), self.folder / "bundle")
+        return self.store.add_job(settings.parse_job({**TABLE, "name": name, **table}), self.folder / "bundle")
 
     def restart(self) -> None:
         """It dies, and another begins on the same folder."""
-        self.broker.lose(self.link)
+        self.broker.lose_client(self.link)
         self.store.close()
         self.store = Store(self.folder / "home", disk=self.disk)
         self.start()
@@ -147,7 +149,7 @@ class Stage:
         until = self.broker.now_s + seconds
         while self.broker.now_s < until:
             self.broker.now_s += 0.05
-            self.broker.deliver()
+            self.broker.deliver_due()
             if not self.server.finished:
                 self.dues.append((self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(Committed))))
             for hand in self.hands:
@@ -163,7 +165,7 @@ class Noted(Stage):
     def start(self) -> None:
         self.link = self.broker.connect()
         self.noted = Boards(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
-        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.next_epoch(), self.noted)
+        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
         self.server = Server(self.executor, self.store, self.observe)
 
 

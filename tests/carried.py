@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 def outcome(home: Path, run: str) -> Outcome:
     with Store(home) as store:
-        facts = [fact for _, _, fact in store.facts(run)]
+        facts = [fact for _, _, fact in store.read_events(run)]
     usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
     return Outcome(
         [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
@@ -65,7 +65,7 @@ def outcome(home: Path, run: str) -> Outcome:
 def engine_of(name: str) -> str:
     """The lightest that the method runs on, of those that are installed."""
     able = [engine for engine in ("numpy", "onnx", "torch") if engine in methods.load(name).engines]
-    there = [engine for engine in able if engine in engines.available()]
+    there = [engine for engine in able if engine in engines.available_engines()]
     if not there:
         pytest.skip(f"{name} needs one of these engines: {', '.join(able)}")
     return there[0]
@@ -80,9 +80,9 @@ def plan(name: str, place: Path) -> agents.Plan:
     made = demo.HERE / "bundle"
     if not stitches:
         made = place / "bundle"
-        model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-        units = tensors.encode({"json": masks.to_array(UNITS)})
-        bundle.write(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
+        model = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+        units = tensors.encode_tensors({"json": masks.plan_to_array(UNITS)})
+        bundle.write_bundle(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
     table = {
         "name": "carried",
         "method": name,
@@ -94,13 +94,13 @@ def plan(name: str, place: Path) -> agents.Plan:
         "fleet": {"devices": 4, "boards": ["jetson-tx2", "raspberry-pi-5"], "budgets": ["1GB", "2GB"]},
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, "limit": 240},
     }
-    return agents.Plan(settings.parse(table), made, place / "linked")
+    return agents.Plan(settings.parse_job(table), made, place / "linked")
 
 
 def simulated(given: agents.Plan, hands: Hands, home: Path) -> Outcome:
-    held = {member.device: len(member.held) for member in given.members()[0]}
+    held = {member.device: len(member.held) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
-        for _ in run.play([simulation], hands):
+        for _ in run.run_rounds([simulation], hands):
             pass
         name = simulation.run
     return outcome(home, name)

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import SiteRight
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.tools.identity.shapes import key_to_pem
 from fedquilt.transport.broker import Broker
 
 
@@ -30,17 +30,17 @@ class Certified:
     ) -> dict[str, str]:
         """The files of a certificate that is made now, for a [broker] table."""
         key = ec.generate_private_key(ec.SECP256R1())
-        with self.authority.register.together():
+        with self.authority.register.transaction():
             at_s = clock_s() - days_ago * DAY_S
             hosts = ["127.0.0.1"] if kind == "server" else ()
             issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=hosts, right=right)
         (self.folder / f"{name}.crt").write_text(issued.pem)
-        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
+        (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
         return {"ca": str(self.ca), "cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
 
     def broker(self, name: str, kind: Any = "device", *, url: str = "mqtts://localhost", days_ago: float = 0) -> Broker:
         """An address with these files."""
-        return Broker.parse(url, **self.files(name, kind, days_ago=days_ago))
+        return Broker.from_url(url, **self.files(name, kind, days_ago=days_ago))
 
 
 def of_another_version(pem: str) -> str:

@@ -85,7 +85,7 @@ class Place:
         self.folder = folder
         data = np.random.default_rng(0)
         np.savez(folder / "data.npz", x=data.random((10, 4), np.float32), y=np.arange(10) % 2)
-        (folder / "model").write_bytes(tensors.encode(MODEL))
+        (folder / "model").write_bytes(tensors.encode_tensors(MODEL))
         self._orders = 0
 
     def order(self, method: str = "fedavg", budget_bytes: int = 1 << 30, **changes: Any) -> Order:
@@ -142,7 +142,7 @@ def until(worker: Worker, wanted: type) -> Any:
         for event in worker.poll(now_s):
             if isinstance(event, wanted):
                 return event
-        select.select(worker.fds(), [], [], max(min(worker.due_s(now_s) - now_s, 1.0), 0.0))
+        select.select(worker.fds(), [], [], max(min(worker.next_poll_s(now_s) - now_s, 1.0), 0.0))
     raise TimeoutError(f"no {wanted.__name__} within {LIMIT_S} s")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.helper import Helper
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"
 
@@ -18,12 +18,12 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.root, self.state, self.socket = folder / "root", folder / "state", folder / "run" / "s"
-        plant(self.root, "jetson-tx2", 4)
+        write_fake_board(self.root, "jetson-tx2", 4)
         self.before = self.settings()
         self.lines: list[socket.socket] = []
 
     def settings(self) -> object:
-        return controls.discover(self.root).settings(None)
+        return controls.discover_controls(self.root).read_state(None)
 
     def held(self) -> bool:
         read = [(self.root / POLICY / f"scaling_{limit}_freq").read_text().strip() for limit in ("min", "max")]

@@ -8,7 +8,7 @@ from unittest import mock
 
 import click
 
-from fedquilt.cli.commands import top
+from fedquilt.cli.commands import root_command
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -18,4 +18,4 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
         click.UsageError: the command does not take them.
     """
     with mock.patch.object(click.Command, "invoke", lambda self, context: context.params):
-        return dict(top.invoke(top.make_context("fedquilt", list(words))))
+        return dict(root_command.invoke(root_command.make_context("fedquilt", list(words))))

@@ -80,14 +80,14 @@ def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[A
 def add_run(home: Path, found: list[AnyFact], name: str = "digits", status: str = "running") -> str:
     """A run with these facts; its id."""
     with Store(home, durable=False) as store:
-        run = store.add(settings.parse({"name": name, "method": "fedavg", "rounds": 9}), home)
+        run = store.add_job(settings.parse_job({"name": name, "method": "fedavg", "rounds": 9}), home)
         if status == "running":
-            store.begin(run)
+            store.mark_running(run)
         else:
             store.set_status(run, status)
-        with store.together():
+        with store.batch_events():
             for fact in found:
-                store.append(run, fact)
+                store.append_event(run, fact)
     return run
 
 
@@ -117,7 +117,7 @@ def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[st
         if number % 5
     ]
     with BoardStore(home, writes=True) as store:
-        store.write(found, readings)
+        store.write_telemetry(found, readings)
 
 
 class Dashboard:
@@ -228,9 +228,9 @@ def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041
     why = "its accuracy is 3 points less than that of what runs now" if bad else ""
     measured = {"accuracy": 0.91, "accuracy_before": 0.94, "latency_s": 0.0123}
     with Store(home, durable=False) as store:
-        id = store.rollouts.add(Plan("model", name, limits=wire.Limits(max_latency_s=0.04)))
+        id = store.rollouts.add_rollout(Plan("model", name, limits=wire.Limits(max_latency_s=0.04)))
         found: list[Any] = [Begun(7), Offered(0, tuple(canary))]
         found += [Heard(device, 7, phase, why, measured) for device in canary]  # type: ignore[arg-type]
         found += [Aborted("2 of 2 boards failed", 8)] if bad else [Passed(0), Offered(1, tuple(rest))]
-        store.rollouts.append([(id, fact) for fact in found])
+        store.rollouts.append_events([(id, fact) for fact in found])
     return id

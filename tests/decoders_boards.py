@@ -19,7 +19,7 @@ from certified import Certified
 from decoding import SHA, Decoder, numbered
 
 from fedquilt import environment, onnx_fill, personal, wire
-from fedquilt.coordinator.checksums import FIRST, checksum, link
+from fedquilt.coordinator.checksums import FIRST, chain_checksum, checksum
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.rollouts import (
     Aborted,
@@ -31,7 +31,7 @@ from fedquilt.coordinator.rollouts import (
     Passed,
     Plan,
     RolledBack,
-    release,
+    release_for_device,
 )
 from fedquilt.coordinator.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
@@ -43,7 +43,7 @@ from fedquilt.edge_agent.releases.protocol import CheckOrder
 from fedquilt.edge_agent.served import FILE, Runner, Served
 from fedquilt.edge_agent.upgrade import archive, build, central, kind, launch
 from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.tools.flash.bundle import pack
+from fedquilt.tools.flash.bundle import write_archive
 
 OWN_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of orders that the agent itself gives
 
@@ -88,32 +88,32 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
         path.write_bytes(payload)
         try:
             with archive.open_bundle(path) as bundle:
-                build.fits(bundle.manifest)
-                bundle.check_wheels()
+                build.require_fitting_machine(bundle.manifest)
+                bundle.verify_wheels()
         except ModelError as error:
             str(error).encode()  # the coordinator is told
             raise
         return None
 
     def signed(payload: bytes) -> object:
-        pack({archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, path)
+        write_archive({archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, path)
         with archive.open_bundle(path) as bundle:
-            build.trusted(bundle, ca, unsigned=False)
+            build.require_valid_signature(bundle, ca, unsigned=False)
         assert payload == signature
 
-    pack({archive.MANIFEST: manifest, archive.SIGNATURE: signature}, folder / "right.tar")
+    write_archive({archive.MANIFEST: manifest, archive.SIGNATURE: signature}, folder / "right.tar")
 
     def certified(payload: bytes) -> object:
         pem.write_bytes(payload)
         with archive.open_bundle(folder / "right.tar") as bundle:
-            return build.trusted(bundle, str(pem), unsigned=False)
+            return build.require_valid_signature(bundle, str(pem), unsigned=False)
 
     numbers = itertools.count()
 
     def unpacked(payload: bytes) -> object:
         into = packages / str(next(numbers))
         try:
-            return environment.unpack([("toy.whl", io.BytesIO(payload))], into, 1 << 20)
+            return environment.unpack_wheels([("toy.whl", io.BytesIO(payload))], into, 1 << 20)
         finally:
             assert [*packages.iterdir()] == [into]  # nothing is written beside it
             for root, folders, names in os.walk(into, topdown=False):
@@ -125,7 +125,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
 
     packages.mkdir()
     found = Choice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100, online_s=300)
-    told = msgspec.json.encode(launch.environment(folder, "f", SHA, ["agent", "agent.toml"]))
+    told = msgspec.json.encode(launch.launch_info(folder, "f", SHA, ["agent", "agent.toml"]))
     return {
         "bundle of an upgrade": Decoder(
             "edge_agent/upgrade/archive.py", opened, (ModelError,), tuple(wholes), headed, share=0.1
@@ -151,12 +151,15 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
             share=0.1,
         ),
         "choice.json": Decoder(
-            "edge_agent/upgrade/launch.py", _begun(folder), (), (launch.text(found).encode(), b'{"flashed":"f"}')
+            "edge_agent/upgrade/launch.py",
+            _begun(folder),
+            (),
+            (launch.format_choice(found).encode(), b'{"flashed":"f"}'),
         ),
         "bundle.json": Decoder("edge_agent/upgrade/launch.py", _named(folder), (), (b'{"id":"f"}',), share=0.1),
         "word of the launcher": Decoder(
             "edge_agent/upgrade/kind.py",
-            lambda payload: kind.launched({launch.LAUNCHED: os.fsdecode(payload)}),
+            lambda payload: kind.read_launch_info({launch.LAUNCHED: os.fsdecode(payload)}),
             (),
             (told,),
         ),
@@ -179,15 +182,15 @@ def headed(payload: bytes) -> bytes:
 
 def _begun(folder: Path) -> Any:
     """What the launcher makes of its file: a choice that it can write, with an alarm that can be set."""
-    program = launch.python(folder, "a" * 64)
+    program = launch.python_path(folder, "a" * 64)
     program.parent.mkdir(parents=True)
     program.touch()
 
     def read(payload: bytes) -> object:
         (folder / launch.CHOICE).write_bytes(payload)
-        choice, said = launch.begin(launch.read(folder), "f", "boot", 500.0, folder)
+        choice, said = launch.choose_version(launch.read_choice(folder), "f", "boot", 500.0, folder)
         said.encode("utf-8", "backslashreplace")
-        assert launch.parse(launch.text(choice)) == choice
+        assert launch.parse_choice(launch.format_choice(choice)) == choice
         assert 0 < min(max(choice.online_s, 1.0), launch.LONGEST_S) <= launch.LONGEST_S  # as an alarm has it
         return choice
 
@@ -197,7 +200,7 @@ def _begun(folder: Path) -> Any:
 def _named(folder: Path) -> Any:
     def read(payload: bytes) -> str:
         (folder / "bundle.json").write_bytes(payload)
-        return launch.name_of(folder)
+        return launch.installation_id(folder)
 
     return read
 
@@ -208,7 +211,7 @@ def _named(folder: Path) -> Any:
 def _kept(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     settings = agent_settings.AgentSettings(device="d", home=str(folder), budget="1GB")
-    lies = models.folder(settings)
+    lies = models.models_folder(settings)
     (lies / SHA[:16]).mkdir(parents=True)
     (lies / SHA[:16] / models.MODEL).touch()
     (lies / models.CURRENT).symlink_to(SHA[:16])
@@ -220,7 +223,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
 
     def current(payload: bytes) -> object:
         (lies / SHA[:16] / models.RELEASE).write_bytes(payload)
-        return models.Models(settings, None, None).current()  # type: ignore[arg-type]
+        return models.Models(settings, None, None).current_sha256()  # type: ignore[arg-type]
 
     (lies / SHA[:16] / models.RELEASE).write_bytes(msgspec.json.encode(laid))
 
@@ -229,27 +232,27 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         runner = Runner(lies)
         board = models.Models(settings, None, None)  # type: ignore[arg-type]
         board.runner = runner
-        runner.look()
+        runner.read_status()
         for _ in range(2):
             (lies / FILE).write_bytes(payload)
-            board.ill()
-        told = messages.telemetry_message(Reading(), served=runner.look())
+            board.unhealthy_reason()
+        told = messages.telemetry_message(Reading(), served=runner.read_status())
         return None if told is None else wire.decode(wire.encode(told), wire.Telemetry)
 
     def held(payload: bytes) -> object:
         (folder / central.FILE).write_bytes(payload)
         taken: list[agent_settings.AgentSettings] = []
         board = central.SettingsKind(settings, 8 << 30, folder, taken.append)
-        board.current()
-        return board.settings().budget_bytes(8 << 30)
+        board.current_sha256()
+        return board.effective_settings().task_budget_bytes(8 << 30)
 
     def set_by(payload: bytes) -> object:
         try:
             table = msgspec.json.decode(payload, type=dict[str, Any])
         except UNDECODABLE:
             return None
-        found = central.apply(settings, table, 8 << 30)
-        return found.budget_bytes(8 << 30)
+        found = central.apply_remote_settings(settings, table, 8 << 30)
+        return found.task_budget_bytes(8 << 30)
 
     where = "edge_agent/upgrade/central.py"
     return {
@@ -289,7 +292,7 @@ def _networks() -> dict[str, Decoder]:
         for x in (images, rows) if max(sides, default=1) <= 64 else ():  # greater ones only take time
             with np.errstate(all="ignore"):
                 try:
-                    found.prepared(x)
+                    found.prepare_inputs(x)
                 except DataError:
                     continue
         return found
@@ -304,26 +307,26 @@ def _parted(folder: Path) -> dict[str, Decoder]:
     graph = b"*" + bytes([len(tensor)]) + tensor + b"\x0a\x03\x0a\x01w"  # an initializer, and a node with one input
     model = b"\x08\x08:" + bytes([len(graph)]) + graph + b"B\x02\x10\x11"
     task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
-    assert onnx_fill.lacks(model).keys() == given.keys()
-    sent = personal.encode(task, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
+    assert onnx_fill.missing_tensors(model).keys() == given.keys()
+    sent = personal.encode_personal(task, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
 
     def read(payload: bytes) -> object:
         path.write_bytes(payload)
-        said = personal.task(path)
-        return said, onnx_fill.lacks(personal.read(path).graph.data)
+        said = personal.read_task(path)
+        return said, onnx_fill.missing_tensors(personal.read_personal(path).graph.data)
 
     def filled(payload: bytes) -> object:
-        return b"".join(onnx_fill.filled(payload, given))
+        return b"".join(onnx_fill.fill_graph(payload, given))
 
     def read_whole(payload: bytes) -> object:
         (folder / "two.onnx").write_bytes(payload)
-        return b"".join(onnx_fill.read_whole(folder / "two.onnx"))
+        return b"".join(onnx_fill.read_with_external_data(folder / "two.onnx"))
 
     (folder / "d").write_bytes(bytes(24))
     place = b"j\x0d\x0a\x08location\x12\x01dp\x01"  # external data: the location "d"
     outer = b"*" + bytes([len(tensor + place)]) + tensor + place
     beside = b"\x08\x08:" + bytes([len(outer)]) + outer + b"B\x02\x10\x11"
-    assert len(onnx_fill.read_whole(_written(folder / "two.onnx", beside))) > 1
+    assert len(onnx_fill.read_with_external_data(_written(folder / "two.onnx", beside))) > 1
 
     return {
         "result with parts on boards": Decoder("fedquilt/personal.py", read, (ModelError,), (sent,)),
@@ -346,7 +349,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         kind="settings", name="quieter", select=("a=b",), phases=(0.5, 1.0), settings={"budget": "1GB", "labels": ["a"]}
     )
     brought = Plan(kind="model", name="digits", blob=BlobRef(sha256=SHA, size=3), limits=wire.Limits(min_gain=-0.005))
-    id = store.rollouts.add(plan)
+    id = store.rollouts.add_rollout(plan)
     facts: tuple[AnyFact, ...] = (
         Begun(1),
         Offered(0, ("a", "b")),
@@ -364,7 +367,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         with store._write_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:
-                head = link(head, id, 1.0, body)
+                head = chain_checksum(head, id, 1.0, body)
                 store._db.execute(
                     "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
                 )
@@ -374,12 +377,12 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
                 (text, head, checksum(*line)),
             )
         log = RolloutLog(store._db, store._rows, home, store._write_transaction)
-        log.blobs()
-        for why in log.unreadable().values():
+        log.referenced_blobs()
+        for why in log.read_errors().values():
             raise JobError(why)
-        state = log.find(id).state
+        state = log.find_rollout(id).state
         for device in ("a", *state.offered):
-            if (sent := release(state, device)) is not None:
+            if (sent := release_for_device(state, device)) is not None:
                 assert wire.decode(wire.encode(sent), wire.Release).serial == sent.serial
         return state
 

@@ -72,33 +72,33 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     written = pack.Pack(str(path), REAL)
     for payload in (b"first", b"second blob"):
         sha256 = hashlib.sha256(payload).hexdigest()
-        written.name(sha256, written.put(sha256, payload), len(payload))
+        written.name_blob(sha256, written.write_blob(sha256, payload), len(payload))
     packed = path.read_bytes()
 
     def unpacked(payload: bytes) -> object:
         path.write_bytes(payload)
         found = pack.Pack(str(path), REAL)
-        return [found.read(name) for name in found.names()]
+        return [found.read_range(name) for name in found.blob_names()]
 
     def taken_up(payload: bytes) -> object:
         (folder / "fedquilt.db-wal").write_bytes(payload)
-        return write_ahead.look(REAL, folder / "fedquilt.db").lost(REAL, 1)
+        return write_ahead.read_log(REAL, folder / "fedquilt.db").count_lost_frames(REAL, 1)
 
     with Store(folder / "saved") as store:
-        store.add(settings.parse({"name": "digits", "method": "fedavg"}), folder / "bundle")
-        backup.save(store, folder / "whole.tar")
+        store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), folder / "bundle")
+        backup.write_backup(store, folder / "whole.tar")
 
     def restored(payload: bytes) -> object:
         (folder / "changed.tar").write_bytes(payload)
         shutil.rmtree(folder / "again", ignore_errors=True)
-        return backup.restore(folder / "changed.tar", folder / "again")
+        return backup.restore_backup(folder / "changed.tar", folder / "again")
 
     def followed(payload: bytes) -> object:
         found = Log()
-        found.take("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
-        return found.blobs or found.facts
+        found.add_rows("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
+        return found.needed_blobs or found.facts
 
-    plan = Plan.of(settings.parse({"name": "digits", "method": "fedavg"}))
+    plan = Plan.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
     answered, history = {"a": update}, {"a": Contributed(5), "b": Contributed(1 << 70)}
     took = {"a": (deadline.Took(0, 1.5, 2.0),)}
     rounds = facts.Rounds(
@@ -130,20 +130,20 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             "coordinator/store.py",
             lambda payload: msgspec.json.decode(payload.decode("utf-8", "replace"), type=settings.Job),
             (msgspec.MsgspecError,),
-            (msgspec.json.encode(settings.parse({"name": "digits", "method": "fedavg"})),),
+            (msgspec.json.encode(settings.parse_job({"name": "digits", "method": "fedavg"})),),
         ),
         "bundle": Decoder(
             "fedquilt/checked.py",
-            lambda payload: checked.decode(payload, Index),
+            lambda payload: checked.decode_with_checksum(payload, Index),
             (checked.DamagedFileError,),
-            (checked.encode(index),),
+            (checked.encode_with_checksum(index),),
             summed,
         ),
         "scores": Decoder(
             "fedquilt/checked.py",
-            lambda payload: checked.decode(payload, Scores),
+            lambda payload: checked.decode_with_checksum(payload, Scores),
             (checked.DamagedFileError,),
-            (checked.encode(scored),),
+            (checked.encode_with_checksum(scored),),
             summed,
         ),
         "backup": Decoder(
@@ -184,7 +184,7 @@ def summed(payload: bytes) -> bytes:
 
 def _sum(table: dict[str, Any]) -> str:
     try:
-        return checked._sum(table)
+        return checked._checksum_of(table)
     except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError):
         return ""
 
@@ -192,8 +192,8 @@ def _sum(table: dict[str, Any]) -> str:
 def _log_of(home: Path) -> Path:
     """A home as SIGKILL leaves it, with facts in the log alone."""
     with Store(home / "alive") as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), home)
-        store.append(run, facts.Started(BlobRef(sha256=SHA, size=3)))
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), home)
+        store.append_event(run, facts.Started(BlobRef(sha256=SHA, size=3)))
         shutil.copytree(home / "alive", home / "killed")
     return home / "killed"
 
@@ -208,15 +208,15 @@ def _agent(folder: Path) -> dict[str, Decoder]:
 
     def remember(payload: bytes) -> object:
         (folder / "counted.json").write_bytes(payload)
-        return remembered.Remembered(folder, REAL, durable=False).recover()
+        return remembered.Remembered(folder, REAL, durable=False).load_counted()
 
     journal = hold.Journal(boot="b", settings=hold.Settings(mode="MAXN", levers=()), put="MAXN")
     clamp = hold.Clamp(folder / "root", folder / "state")
 
     def recovered(payload: bytes) -> object:
         (folder / "state" / "clocks.json").write_bytes(payload)
-        clamp._boot = lambda: "another"  # type: ignore[method-assign]
-        return clamp.recover()
+        clamp._boot_id = lambda: "another"  # type: ignore[method-assign]
+        return clamp.restore_after_crash()
 
     return {
         "counted.json": Decoder("edge_agent/remembered.py", remember, (), (ledger, b'{"digits":3}'), numbered),
@@ -242,7 +242,7 @@ def _tables() -> dict[str, Decoder]:
         return payload.decode("utf-8", "replace")
 
     def signed(payload: bytes) -> bytes:
-        return profiles.signed(text(payload).rpartition("# sha256")[0] or text(payload)).encode()
+        return profiles.add_checksum(text(payload).rpartition("# sha256")[0] or text(payload)).encode()
 
     meta = json.loads((Path(demo.__file__).parent / "bundle" / "bundle.json").read_text())["meta"]
 
@@ -251,29 +251,32 @@ def _tables() -> dict[str, Decoder]:
             table = msgspec.json.decode(payload)
         except UNDECODABLE:
             return None
-        return stitched.stock(table) if isinstance(table, dict) else None
+        return stitched.load_donor_pool(table) if isinstance(table, dict) else None
 
     return {
         "toml": Decoder(
-            "fedquilt/config.py", lambda payload: config.parse(text(payload), "job.toml"), (JobError,), (job, agent)
+            "fedquilt/config.py",
+            lambda payload: config.parse_toml(text(payload), "job.toml"),
+            (JobError,),
+            (job, agent),
         ),
         "job": Decoder(
             "coordinator/settings.py",
-            lambda payload: settings.parse(config.parse(text(payload), "job.toml")),
+            lambda payload: settings.parse_job(config.parse_toml(text(payload), "job.toml")),
             (JobError,),
             (job, *(path.read_bytes() for path in jobs)),
             share=0.05,
         ),
         "agent.toml": Decoder(
             "edge_agent/settings.py",
-            lambda payload: agent_settings.parse(config.parse(text(payload), "agent.toml")),
+            lambda payload: agent_settings.parse_settings(config.parse_toml(text(payload), "agent.toml")),
             (JobError,),
             (agent,),
             share=0.1,
         ),
         "profile of a board": Decoder(
             "profiles/__init__.py",
-            lambda payload: profiles.parse(text(payload), "x.toml"),
+            lambda payload: profiles.parse_board_profile(text(payload), "x.toml"),
             (JobError,),
             (board,),
             signed,

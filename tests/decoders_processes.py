@@ -42,7 +42,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     held = msgspec.json.encode(client.Hold(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
     served = helper.Helper.__new__(helper.Helper)
     served._now_s = served._heard_s = 0.0
-    served._decoder, served._holder, served._status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
+    served._decoder, served._holder, served._read_status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
 
     return {
         "order": Decoder(
@@ -66,7 +66,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         ),
         "request to the clock helper": Decoder(
             "edge_agent/clocks/helper.py",
-            lambda payload: served._answer(None, payload),  # type: ignore[arg-type]
+            lambda payload: served._handle_request(None, payload),  # type: ignore[arg-type]
             (),
             (msgspec.json.encode(client.Ask()), msgspec.json.encode(client.Keepalive())),
         ),
@@ -92,7 +92,7 @@ def _child() -> Callable[[bytes], object]:
         os.close(into)
         child._answers = os.fdopen(out, "rb", buffering=0)
         child._line = b""
-        return child.receive()
+        return child.receive_events()
 
     return read
 
@@ -107,6 +107,6 @@ def _asked(folder: Path) -> Callable[[bytes], object]:
         clocks._decoder = msgspec.json.Decoder(client.Answer)
         with ours, theirs:
             theirs.sendall(payload[: 1 << 15].replace(b"\n", b" ") + b"\n")
-            return clocks._ask(client.Ask())
+            return clocks._send_request(client.Ask())
 
     return read

@@ -33,14 +33,14 @@ def every(folder: Path) -> dict[str, Decoder]:
     bodies = [each.getvalue() for each in files]
     for _ in range(20):
         answers.classify_bytes(bodies[2])
-    kept = drift.reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
+    kept = drift.make_reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
 
     def compared(payload: bytes) -> object:
         found = msgspec.json.decode(payload, type=drift.Reference)
-        if found.whole:
+        if found.is_consistent:
             counted = drift.Drift(found)
-            counted.add(found.names, np.ones((60, len(found.names))), [0] * 60)
-            assert 0.0 <= (counted.score() or 0.0) <= 1.0
+            counted.add_examples(found.names, np.ones((60, len(found.names))), [0] * 60)
+            assert 0.0 <= (counted.compute_score() or 0.0) <= 1.0
         return found
 
     return {

@@ -69,10 +69,15 @@ def _wire() -> dict[str, Decoder]:
         kind, payload = type(message), wire.encode(message)
         found[f"wire.{kind.__name__}"] = Decoder("fedquilt/wire.py", reader(kind), (WireError,), (payload,), numbered)
     topics = wire.Topics("fleet")
-    named = (topics.coord, topics.device("a", "up", "update"), topics.chunk("a", "dn", SHA, 7), topics.job("digits"))
+    named = (
+        topics.coord,
+        topics.device_topic("a", "up", "update"),
+        topics.chunk_topic("a", "dn", SHA, 7),
+        topics.round_topic("digits"),
+    )
     found["wire.route"] = Decoder(
         "fedquilt/wire.py",
-        lambda payload: wire.route.__wrapped__(payload.decode("utf-8", "replace")),
+        lambda payload: wire.parse_topic.__wrapped__(payload.decode("utf-8", "replace")),
         (WireError,),
         tuple(map(str.encode, named)),
     )
@@ -82,7 +87,7 @@ def _wire() -> dict[str, Decoder]:
         kind = type(one)
         found[f"enrolment.{name}"] = Decoder(
             "fedquilt/enrolment.py",
-            lambda payload, kind=kind: enrolment.decode(payload, kind),  # type: ignore[misc]
+            lambda payload, kind=kind: enrolment.decode_message(payload, kind),  # type: ignore[misc]
             (WireError,),
             (msgspec.json.encode(one),),
         )
@@ -92,15 +97,15 @@ def _wire() -> dict[str, Decoder]:
 def _packets() -> dict[str, Decoder]:
     """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
     seeds = tuple(
-        packets.publish(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.acknowledgement(513)
+        packets.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.puback_packet(513)
         for level in (4, 5)
     )
 
     def read(payload: bytes, level: int) -> None:
         data, at = bytearray(payload), 0
-        while (found := packets.first(data, at)) is not None:
+        while (found := packets.find_packet(data, at)) is not None:
             head, begin, at = found
-            for decode in (lambda body: packets.published(level, head, body), packets.acknowledged):  # noqa: B023
+            for decode in (lambda body: packets.parse_publish(level, head, body), packets.parse_puback):  # noqa: B023
                 with contextlib.suppress(packets.MalformedPacketError):
                     decode(data[begin:at])
 
@@ -119,37 +124,37 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     site, grant = Certified(folder), Grant("0123456789abcdef", bytes(32), 3)
     board, coordinator = (Identity(site.broker(name, kind)) for name, kind in (("b", "device"), ("coordinator",) * 2))
-    topic = wire.Topics("fleet").device("b", "up", "update")
-    route = wire.route(topic)
+    topic = wire.Topics("fleet").device_topic("b", "up", "update")
+    route = wire.parse_topic(topic)
     update = next(wire.encode(message) for message in MESSAGES if isinstance(message, Update))
 
     def opened(payload: bytes) -> object:
-        inner = envelope.inside(payload)
+        inner = envelope.payload_without_check(payload)
         assert isinstance(inner, bytes)
-        return wire.decode(envelope.open(Session(grant), route, Message(topic, payload)).payload, Update)
+        return wire.decode(envelope.verify_message(Session(grant), route, Message(topic, payload)).payload, Update)
 
     def closed(payload: bytes) -> bytes:
-        return envelope.close(Session(grant), topic, numbered(envelope.inside(payload)))
+        return envelope.sign_payload(Session(grant), topic, numbered(envelope.payload_without_check(payload)))
 
     def granted(payload: bytes) -> object:
-        ours, theirs = board.board(), coordinator.coordinator()
+        ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()
         theirs.step(ours.step(theirs.step(ours.step(b""))))
         theirs._tls.write(payload or b"{}")
-        return ours.granted(theirs._out.read())
+        return ours.session_from_flight(theirs._out.read())
 
-    ours, theirs = board.board(), coordinator.coordinator()
+    ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()
     first = ours.step(b"")
     second = theirs.step(first)
     third = ours.step(second)
-    hello = wire.encode(sealed.flight(ours, 2, third))
+    hello = wire.encode(sealed.hello_from_flight(ours, 2, third))
 
     def answered(payload: bytes) -> object:
-        begun = board.board()
+        begun = board.start_as_device()
         begun.step(b"")
         return begun.step(payload)
 
     def proved(payload: bytes) -> object:
-        begun, other = coordinator.coordinator(), board.board()
+        begun, other = coordinator.start_as_coordinator(), board.start_as_device()
         begun.step(other.step(b""))
         return begun.step(payload)
 
@@ -159,18 +164,18 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
             "fedquilt/transport/envelope.py",
             opened,
             (WireError,),
-            (envelope.close(Session(grant), topic, update),),
+            (envelope.sign_payload(Session(grant), topic, update),),
             closed,
         ),
         "hello": Decoder(
             "fedquilt/transport/sealed.py",
-            lambda payload: sealed.data_of(wire.decode(payload, wire.Hello)),
+            lambda payload: sealed.flight_from_hello(wire.decode(payload, wire.Hello)),
             (WireError,),
             (hello,),
             numbered,
         ),
         "handshake.coordinator": Decoder(
-            where, lambda payload: coordinator.coordinator().step(payload), (WireError,), (first,), share=0.02
+            where, lambda payload: coordinator.start_as_coordinator().step(payload), (WireError,), (first,), share=0.02
         ),
         "handshake.board": Decoder(where, answered, (WireError,), (second,), share=0.02),
         "handshake.proof": Decoder(where, proved, (WireError,), (third,), share=0.01),
@@ -181,8 +186,10 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
 
 def _certificate(site: Certified, folder: Path) -> Decoder:
     named = site.files("orin-01")
-    files = enrol.paths(AgentSettings(device="orin-01", home=str(folder), broker=_broker(named), budget="1GB"))
-    key, pem = enrol.own_key(files), Path(named["cert"]).read_bytes()
+    files = enrol.paths_from_settings(
+        AgentSettings(device="orin-01", home=str(folder), broker=_broker(named), budget="1GB")
+    )
+    key, pem = enrol.load_or_create_key(files), Path(named["cert"]).read_bytes()
     head, tail = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
 
     def wrapped(der: bytes) -> bytes:
@@ -191,7 +198,7 @@ def _certificate(site: Certified, folder: Path) -> Decoder:
     der = base64.b64decode(b"".join(pem.split(tail)[0].removeprefix(head).split()))
     return Decoder(
         "edge_agent/enrol.py",
-        lambda payload: enrol._parse(payload, files, "orin-01", key),
+        lambda payload: enrol._validity_or_reason(payload, files, "orin-01", key),
         (JobError,),
         (pem, der),
         lambda payload: wrapped(payload),
@@ -213,14 +220,16 @@ def _manifests() -> dict[str, Decoder]:
         for codec in CODECS:
             for whole in (True, False):
                 try:
-                    manifest.require_fit(found, Expected(like, whole), Encoding(codec=codec), None)
+                    manifest.require_manifest_fits(found, Expected(like, whole), Encoding(codec=codec), None)
                 except UpdateError:
                     continue
         return None
 
     def cut(payload: bytes) -> object:
         told = wire.decode(payload, wire.Manifest)
-        return [chunks.is_chunk(told, index, b"x" * 1024) for index in range(-1, min(chunks.count(told), 3))]
+        return [
+            chunks.is_valid_chunk(told, index, b"x" * 1024) for index in range(-1, min(chunks.chunk_count(told), 3))
+        ]
 
     return {
         "manifest of an update": Decoder(
@@ -243,7 +252,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     roll = np.random.default_rng(0)
     model = {"a.weight": roll.random((3, 4), np.float32), "a.bias": np.zeros(3, np.float32), "n": np.array(7)}
-    plain = tensors.encode(model)
+    plain = tensors.encode_tensors(model)
     state = fedavg.State({"lr": 0.1}, {"name": "mlp", "hidden": [2]}, model, 9.0, 4)
     path = folder / "floats"
 
@@ -261,70 +270,72 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     found = {
         "large update": Decoder("fedquilt/tensor_files.py", streamed, (UpdateError, StoreError), (plain,), measured),
-        "large state": Decoder("fedquilt/tensor_files.py", state_file, (StoreError,), (tensors.pack(state),), measured),
+        "large state": Decoder(
+            "fedquilt/tensor_files.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
+        ),
         "tensors": Decoder(
             "fedquilt/tensors.py",
-            lambda payload: tensors.require_finite(tensors.decode(payload)),
+            lambda payload: tensors.require_finite(tensors.decode_tensors(payload)),
             (UpdateError,),
-            (plain, tensors.encode({"b": roll.random(5) > 0.5, "h": np.ones(2, np.float16)})),
+            (plain, tensors.encode_tensors({"b": roll.random(5) > 0.5, "h": np.ones(2, np.float16)})),
             measured,
         ),
         "state": Decoder(
             "fedquilt/tensors.py",
-            lambda payload: tensors.unpack(payload, fedavg.State),
+            lambda payload: tensors.unpack_state(payload, fedavg.State),
             (StoreError,),
-            (tensors.pack(state),),
+            (tensors.pack_state(state),),
             measured,
         ),
         "floats": Decoder("fedquilt/tensor_files.py", floats, (UpdateError, StoreError), (plain,), measured),
         "sum of a site": _summed(state),
         "updates of a site": _passed(state),
         "boards of a site": _table(),
-        "graph": Decoder("fedquilt/graph_check.py", graph_check.of_bytes, (ModelError,), _graphs(), share=0.5),
+        "graph": Decoder("fedquilt/graph_check.py", graph_check.check_bytes, (ModelError,), _graphs(), share=0.5),
         "plan of masks": Decoder(
             "models/partial/masks.py",
-            lambda payload: masks.from_array(np.frombuffer(payload, np.uint8)),
+            lambda payload: masks.plan_from_array(np.frombuffer(payload, np.uint8)),
             (ModelError,),
-            (masks.to_array(masks.dense({"0": (4, 3), "2": (2, 4)})).tobytes(),),
+            (masks.plan_to_array(masks.plan_from_layers({"0": (4, 3), "2": (2, 4)})).tobytes(),),
         ),
     }
     base = {"a.weight": roll.random((3, 4), np.float32)}
     for codec in CODECS[1:]:
         coding = Encoding(codec=codec, keep=0.5)
-        sent, _ = compression.encode(coding, {"a.weight": roll.random((3, 4), np.float32)}, base, {})
+        sent, _ = compression.encode_bundle(coding, {"a.weight": roll.random((3, 4), np.float32)}, base, {})
 
         def read(payload: bytes, coding: Encoding = coding) -> object:
-            return compression.decode(coding, tensors.decode(payload), base)
+            return compression.decode_bundle(coding, tensors.decode_tensors(payload), base)
 
         found[f"codec.{codec}"] = Decoder(
-            "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode(sent),), measured
+            "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode_tensors(sent),), measured
         )
     return found
 
 
 def _summed(state: fedavg.State) -> Decoder:
     """Decoder of the accumulator that a site sends to the coordinator above it."""
-    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}), {})
+    method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [Contribution(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 
     def read(payload: bytes) -> object:
-        bundles = {passed.SUM: tensors.decode(payload)}
+        bundles = {passed.SUM: tensors.decode_tensors(payload)}
         return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, bundles)))
 
-    arrays, skeleton = tensors.parts(total)
-    sent = tensors.encode(passed.summed(arrays, skeleton["state"], ["a", "b"]))
+    arrays, skeleton = tensors.split_state(total)
+    sent = tensors.encode_tensors(passed.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
     return Decoder("coordinator/sites.py", read, (UpdateError,), (sent,), measured)
 
 
 def _passed(state: fedavg.State) -> Decoder:
     """Decoder of a bundle in which a site passes its boards' updates up."""
-    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}), {})
+    method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [Contribution(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
-    seeds = tuple(tensors.encode(bundle) for _, bundle in passed.bundled(boards))
+    seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in passed.bundle_updates(boards))
 
     def read(payload: bytes) -> object:
-        update = Contribution("site", 0, 6.0, {}, {"site.0": tensors.decode(payload)})
+        update = Contribution("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
         passed.parts_of_site(update)
         return method.step(state, method.fold(state, None, update))
 
@@ -338,9 +349,9 @@ def _table() -> Decoder:
     def read(payload: bytes) -> object:
         bundle = {passed.TABLE: np.frombuffer(payload, np.uint8)}
         update = Contribution("site", 0, 4.0, {}, {"site.0": bundle})
-        return passed.parts_of_site(update), passed.contributions(update)
+        return passed.parts_of_site(update), passed.split_site_update(update)
 
-    return Decoder("coordinator/passed.py", read, (UpdateError,), (passed.table(parts).tobytes(),))
+    return Decoder("coordinator/passed.py", read, (UpdateError,), (passed.encode_parts(parts).tobytes(),))
 
 
 def measured(payload: bytes) -> bytes:
@@ -359,7 +370,7 @@ def _graphs() -> tuple[bytes, ...]:
     for path in found:
         payload = path.read_bytes()
         try:
-            graph_check.of_bytes(payload)
+            graph_check.check_bytes(payload)
         except ModelError:
             continue
         graphs.append(payload)

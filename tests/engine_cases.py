@@ -33,7 +33,7 @@ def table(count: int = 20, inputs: int = 6, classes: int = 3, seed: int = 0) -> 
 
     Half is added to that largest value, so that a network can learn to tell the classes apart.
     """
-    x = tensors.rng("table", seed).normal(size=(count, inputs)).astype(np.float32)
+    x = tensors.seeded_rng("table", seed).normal(size=(count, inputs)).astype(np.float32)
     y = x[:, :classes].argmax(axis=1)
     x[np.arange(count), y] += 0.5
     return Examples(x, y)
@@ -42,7 +42,7 @@ def table(count: int = 20, inputs: int = 6, classes: int = 3, seed: int = 0) -> 
 def pictures(count: int = 24) -> Examples:
     """Grey 8x8 images, bright in the left half or in the right."""
     y = np.arange(count) % 2
-    x = tensors.rng("pictures").integers(0, 60, (count, 8, 8), dtype=np.uint8)
+    x = tensors.seeded_rng("pictures").integers(0, 60, (count, 8, 8), dtype=np.uint8)
     for image, side in zip(x, y, strict=True):
         image[:, 4 * side : 4 * side + 4] += 150
     return Examples(x, y)
@@ -58,7 +58,7 @@ def torch_start(network, seed=0):
 
 
 def same_bits(a, b) -> bool:
-    return tensors.encode(a) == tensors.encode(b)
+    return tensors.encode_tensors(a) == tensors.encode_tensors(b)
 
 
 def close(a, b, tolerance: float = 1e-5) -> bool:

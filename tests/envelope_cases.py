@@ -23,12 +23,12 @@ from typing import Final
 from fedquilt.core import ClockError, OperatingPoint, StoreError, Work
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.clocks.helper import clock
+from fedquilt.edge_agent.clocks.helper import read_clock_state
 from fedquilt.edge_agent.clocks.hold import Clamp
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.power import governor
 from fedquilt.profiles import layouts
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 EVERY: Final = [(board, jetpack) for board, one in layouts.BOARDS.items() for jetpack in one.jetpacks]
 ROUNDED: Final = 1.01  # nvpmodel's caps are rounded: 850 MHz means 854.25
@@ -42,7 +42,7 @@ class Outside(AssertionError):
 
 
 def once(find: Callable[[Path], controls.Levers]) -> Callable[[Path], controls.Levers]:
-    """`controls.discover`, looking once for each board and set of cores: a tree's folders and lists do not change."""
+    """`controls.discover_controls`, cached: the folders and lists of a tree do not change."""
     found: dict[tuple[object, ...], controls.Levers] = {}
 
     def discover(root: Path) -> controls.Levers:
@@ -60,7 +60,7 @@ class World:
     def __init__(self, folder: Path, board: str, jetpack: int) -> None:
         self.root, self.state = folder / "root", folder / "state"
         self.layout = layouts.BOARDS[board]
-        plant(self.root, board, jetpack)
+        write_fake_board(self.root, board, jetpack)
         self.gpu = next(path for path in (self.root / "sys/class/devfreq").iterdir() if path.name not in OTHERS)
         self.policies = {
             cores[0]: self.root / f"sys/devices/system/cpu/cpufreq/policy{cores[0]}" for cores in self.layout.policies
@@ -164,7 +164,9 @@ class World:
         if self.emc_cap is not None:
             self.inside(self.emc_cap, float(self.emc_cap.read_text()), "left")
         clock = self.root / "sys/kernel/debug/bpmp/debug/clk/emc"
-        owes = self.clamp is not None and self.clamp.owes  # the kernel refuses to open the lock: the helper tries again
+        owes = (
+            self.clamp is not None and self.clamp.needs_restore
+        )  # the kernel refuses to open the lock: the helper tries again
         if not owes and (clock / "rate").exists() and (clock / "mrq_rate_locked").read_text().strip() == "1":
             self.inside(clock / "rate", float((clock / "rate").read_text()), "locked")
         mode = self.layout.modes[self.owner]
@@ -177,30 +179,30 @@ class World:
 
     # -- the clock helper, without its socket --
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
         assert self.clamp is not None
         if self.celsius > self.hottest_c:
             try:
-                held = self.clamp.hold(point)
+                held = self.clamp.pin(point)
             except ClockError:
                 raise
             raise Outside(f"{held} is held at {self.celsius:g} C, and the limit is {self.hottest_c:g} C")
-        return self.clamp.hold(point)
+        return self.clamp.pin(point)
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         assert self.clamp is not None
         self.clamp.restore()
 
-    def keepalive(self, now_s: float) -> None:
+    def send_keepalive(self, now_s: float) -> None:
         pass
 
-    def status(self) -> Status:
-        found = controls.discover(self.root)
+    def request_status(self) -> Status:
+        found = controls.discover_controls(self.root)
         if self.clamp is None:
-            return Status(clocks=tuple(map(clock, found.found)))
-        owner = self.clamp.owner()
-        most = self.clamp.bounds(found, owner)
-        clocks = tuple(clock(lever, most.get(lever.name)) for lever in found.found)
+            return Status(clocks=tuple(map(read_clock_state, found.found)))
+        owner = self.clamp.owner_mode()
+        most = self.clamp.control_limits(found, owner)
+        clocks = tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found)
         return Status(clocks=clocks, mode=owner, modes=tuple(mode.name for mode in found.modes))
 
     def heat(self, celsius: float) -> None:
@@ -248,17 +250,17 @@ def play(world: World, case: int) -> int:
                 world.set(world.owner)
                 if luck.random() < 0.3:
                     continue  # the helper looks once a second: whatever comes before its next look has to notice
-                world.clamp.watch()
+                world.clamp.unpin_if_required()
             elif event < 0.88:
                 world.clamp.restore()
             elif event < 0.94:
                 world.heat(luck.uniform(60, 100))
-                world.clamp.watch()
+                world.clamp.unpin_if_required()
                 if world.celsius > world.hottest_c and world.clamp.point is not None:
                     raise Outside(f"a point is held at {world.celsius:g} C")
             else:  # killed, and started again
                 world.clamp = clamp()
-                world.clamp.recover()
+                world.clamp.restore_after_crash()
         except (ClockError, StoreError):
             pass
         world.check()
@@ -272,15 +274,15 @@ def play(world: World, case: int) -> int:
 def by_governor(world: World, luck: random.Random, step: int) -> int:
     """A task with a deadline, as the agent takes it."""
     assert world.device is not None
-    world.device._follow(float(step))  # part of `read`, whose sensors take most of its time
+    world.device._detect_mode_change(float(step))  # part of `read`, whose sensors take most of its time
     rule = governor.Rule(luck.choice(["energy", "paper", "max"]), max_w=world.max_w)  # type: ignore[arg-type]
     work = Work(flops=10 ** luck.uniform(9, 13), read_bytes=10 ** luck.uniform(6, 10))
-    point = governor.choose(rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w)
+    point = governor.choose_point(rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w)
     if point is None:
         return 0
     if world.max_w is not None and (point.busy_w or 0) > world.max_w:
         raise Outside(f"{point} is chosen, and the limit is {world.max_w:g} W")
-    world.device.hold(point)
+    world.device.pin_clocks(point)
     return 1
 
 
@@ -292,7 +294,7 @@ def by_anyone(world: World, luck: random.Random) -> int:
     )
     name = luck.choice([mode.name for mode in layout.modes]) if luck.random() < 0.3 else "typed"
     busy_w = luck.choice([None, luck.uniform(1, 60)])
-    world.hold(
+    world.pin(
         OperatingPoint(name, some(layout.cpu_khz, 1e3), some(layout.gpu_mhz, 1e6), some((204, layout.emc_mhz), 1e6),
                        busy_w=busy_w)
     )  # fmt: skip
@@ -311,7 +313,7 @@ def main(words: Sequence[str] | None = None) -> int:
     first, _, last = parser.parse_args(words).cases.partition("-")
     numbers, began_s, held = range(int(first), int(last or first) + 1), time.monotonic(), 0
     outside = 0
-    controls.discover = once(controls.discover)  # type: ignore[assignment]
+    controls.discover_controls = once(controls.discover_controls)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         worlds = every(Path(folder))
         for count, case in enumerate(numbers, 1):

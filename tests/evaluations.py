@@ -8,7 +8,7 @@ from fedquilt.core import EvaluationSums
 
 def of_classes(accuracy: float, examples: int = 10, loss: float = 0.5) -> EvaluationSums:
     """Evaluation of two classes, on examples of the first one."""
-    right, none = round(accuracy * examples), [0] * (evaluation.bins_of(2) - 1)
+    right, none = round(accuracy * examples), [0] * (evaluation.histogram_bins(2) - 1)
     return EvaluationSums(
         examples=examples,
         outputs=2,

@@ -22,4 +22,4 @@ def data(n: int = 300, d: int = 12, seed: int = 0, classes: int = CLASSES) -> tu
 
 
 def sent() -> dict[str, np.ndarray]:
-    return class_moments.to_tensors(class_moments.part(*data(40), CLASSES))
+    return class_moments.to_tensors(class_moments.device_moments(*data(40), CLASSES))

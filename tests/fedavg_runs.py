@@ -11,8 +11,8 @@ import pytest
 from fedquilt import tensors
 from fedquilt.core import Bundle, Method
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import learners, toy_bundle
-from fedquilt.testing.toys import play as run
+from fedquilt.testing.toys import point_members, toy_bundle
+from fedquilt.testing.toys import run_method as run
 from fedquilt.tools.simulation import Member
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -41,7 +41,7 @@ def play(
     return run(
         name,
         bundle or toy_bundle(),
-        devices or learners(),
+        devices or point_members(),
         {**SMALL, **params},
         engine=engine or numpy_one(),
         method=method,
@@ -51,4 +51,4 @@ def play(
 
 
 def same_bits(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
-    return tensors.encode(a) == tensors.encode(b)
+    return tensors.encode_tensors(a) == tensors.encode_tensors(b)

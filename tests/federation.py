@@ -92,9 +92,9 @@ def bundle_of(network: str, folder: Path) -> Path:
     if not (folder / "bundle.json").exists():
         table = dict(NETWORKS[network])
         job = {"input": table.pop("input", {}), "model": table}
-        made = prepare.prepare({key: value for key, value in job.items() if value}, folder)
-        contents = {name: tensors.encode(made.load(name)) for name in made.files}
-        bundle.write(folder, {**made.meta, "pretrained": True}, contents)  # some methods hold still what is not
+        made = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder)
+        contents = {name: tensors.encode_tensors(made.load(name)) for name in made.files}
+        bundle.write_bundle(folder, {**made.meta, "pretrained": True}, contents)  # some methods hold still what is not
     return folder
 
 
@@ -102,7 +102,7 @@ def job_of(method: str, network: str, data: Path) -> Job:
     """Two rounds of all devices, an evaluation before each and one after the last."""
     known = {field.name for field in fields(methods.load(method).params)}
     wanted = SEARCH if stitches(method) else TRAINING
-    return settings.parse(
+    return settings.parse_job(
         {
             "name": f"{method.replace('_', '-')}-{network}",
             "method": method,
@@ -136,7 +136,7 @@ class Agents:
         for table in boards:
             name = str(table["device"])
             told = {**table, "home": str(user.home / name), "broker": {"url": broker}, "warm_s": 600.0}
-            (user.folder / f"{name}.toml").write_text(config.text(told))
+            (user.folder / f"{name}.toml").write_text(config.format_toml(told))
             self.start(name)
 
     @property
@@ -188,7 +188,7 @@ class Federation:
 
     def coordinate(self, home: Path, run: str, observe: Callable[[AnyFact], None] = lambda fact: None) -> None:
         """Be the coordinator of a home until a run has ended, or `observe` raises `Killed`."""
-        link = MqttLink(Broker.parse(self.broker), "fedquilt-coordinator-fleet")
+        link = MqttLink(Broker.from_url(self.broker), "fedquilt-coordinator-fleet")
         end_s = time.monotonic() + LIMIT_S
 
         def stop() -> bool:
@@ -200,11 +200,11 @@ class Federation:
             observe(fact)
 
         with Store(home) as store:
-            assert store.lock()
-            server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store, told, run)
+            assert store.acquire_lock()
+            server = Server(OverLink(link, "fleet", store.depot, store.begin_epoch()), store, told, run)
             try:
-                links.run(server, link, stop)
-                server.goodbye()
+                links.run_endpoint(server, link, stop)
+                server.shut_down()
             except Killed:
                 link.close()  # the broker sees it go; nothing has been said
 
@@ -213,7 +213,7 @@ class Federation:
     ) -> list[AnyFact]:
         """The facts of a job whose coordinator ends whenever a round is committed, and another one goes on."""
         with Store(plan.home) as store:
-            run = plan.submit(store)
+            run = plan.queue_or_resume(store)
 
         def until_committed(fact: AnyFact) -> None:
             observe(fact)
@@ -231,13 +231,13 @@ class Federation:
 
 def facts(home: Path, run: str) -> list[AnyFact]:
     with Store(home) as store:
-        return [fact for _, _, fact in store.facts(run)]
+        return [fact for _, _, fact in store.read_events(run)]
 
 
 def undisturbed(plan: simulation.agents.Plan, home: Path) -> list[AnyFact]:
     """The facts of the same job on virtual time, in this process, with nothing that happens to it."""
     calm = simulation.agents.Plan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
-    run, _ = simulation.agents.virtually(calm)
+    run, _ = simulation.agents.run_fleet_virtually(calm)
     return facts(home, run)
 
 

@@ -9,8 +9,8 @@ from fedavg_runs import SMALL, torch_one
 
 from fedquilt import methods
 from fedquilt.core import Bundle
-from fedquilt.testing.toys import MLP_MASKS, learners, toy_bundle
-from fedquilt.testing.toys import play as run
+from fedquilt.testing.toys import MLP_MASKS, point_members, toy_bundle
+from fedquilt.testing.toys import run_method as run
 from fedquilt.tools.simulation import Member
 
 PLAN = MLP_MASKS
@@ -30,7 +30,7 @@ def play_on(
     return run(
         name,
         bundle,
-        members or learners(),
+        members or point_members(),
         {**SMALL, **params},
         engine=engine or torch_one(),
         method=replace(method, work=work) if work else None,

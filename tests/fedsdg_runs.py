@@ -10,7 +10,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.core import Answer, DeviceView, Site, Task
 from fedquilt.methods import fedsdg
-from fedquilt.testing.toys import given, members, play, remembered, toy_bundle
+from fedquilt.testing.toys import deliver_task, image_members, run_method, toy_bundle, with_loaded_tensors
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
@@ -29,7 +29,7 @@ NETWORK = {
     "classes": 3,
     "input": {"channels": 1, "size": 8},
 }
-WEIGHTS = {name: value.numpy().copy() for name, value in registry.load(NETWORK, seed=1).state_dict().items()}
+WEIGHTS = {name: value.numpy().copy() for name, value in registry.load_network(NETWORK, seed=1).state_dict().items()}
 QUICK = {"epochs": 1, "batch": 16, "rank": 2, "alpha": 4.0}
 ENGINE = torch_engine.TorchEngine(1 << 40, base_bytes=0)
 LAYERS = [f"blocks.{block}.{leaf}" for block in (0, 1) for leaf in ("attention.out_proj", "mlp.2")]
@@ -48,16 +48,16 @@ class Played:
 
         def work(task: Task, site: Site) -> Answer:
             answer = self.method.work(task, site)
-            self.worked.append((remembered(task, site), answer))
+            self.worked.append((with_loaded_tensors(task, site), answer))
             return answer
 
         def observe(simulation: Simulation, hands: Hands) -> None:
             self.rounds = simulation.rounds
 
-        self.states = play(
+        self.states = run_method(
             name,
             bundle(),
-            members(devices, 40),
+            image_members(devices, 40),
             {**QUICK, **params},
             engine=ENGINE,
             method=replace(self.method, work=work),
@@ -68,9 +68,9 @@ class Played:
 
 def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, Site]:
     """What one device gets now, with what it has kept."""
-    member = members(4, 40)[device]
+    member = image_members(4, 40)[device]
     method = methods.load("fedsdg")
-    return given(method, method.send(state, DeviceView(member.device, None)), member, ENGINE, local=local)
+    return deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE, local=local)
 
 
 def began(**params: Any) -> Any:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from fedquilt.tools.flash import coordinator
-from fedquilt.tools.flash.bundle import Board, board
+from fedquilt.tools.flash.bundle import Board, read_board_files
 from fedquilt.tools.flash.coordinator import Coordinator
 
 URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
@@ -14,14 +14,14 @@ URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
 
 def told(site: Path, text: str, *given: object) -> Board:
     (site / "agent.toml").write_text('device = "orin-1"\nhome = "agent-home"\n' + text)
-    return board(site / "agent.toml", *given)
+    return read_board_files(site / "agent.toml", *given)
 
 
 def serving(site: Path, text: str = "") -> Coordinator:
     """A coordinator's settings, read."""
     files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
     (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
-    return coordinator.read(site / "coordinator.toml")
+    return coordinator.read_coordinator_files(site / "coordinator.toml")
 
 
 # -- a coordinator's machine ----------------------------------------------------------------------

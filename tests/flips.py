@@ -104,9 +104,9 @@ class Ground:
             live.run()
             self._states[name] = live.states()
             with Store(live.folder / "coordinator") as store:
-                row = store.job("sim")
+                row = store.find_job("sim")
                 found = scores.Scores({}, (scores.Score(5, 0.5, 12, 1.25, "a" * 64),))
-                scores.write(scores.file(store.home, row.id), found)
+                scores.write_scores(scores.scores_path(store.home, row.id), found)
             (folder / "live").rename(folder / f"{name}-whole")
             with self._at(f"{name}-whole") as whole:
                 self._read[name] = self._told(whole)
@@ -157,11 +157,11 @@ class Ground:
     def _told(self, federation: Federation) -> str:
         """What a finished run's readers are told."""
         with Store(federation.folder / "coordinator") as store:
-            row = store.job("sim")
-            facts = [(at, fact) for _, at, fact in store.facts(row.id)]
-            found = export.artefact(store, row.id)
-            payload = tensors.encode(found.tensors)
-            told = scores.read(store.home, row)
+            row = store.find_job("sim")
+            facts = [(at, fact) for _, at, fact in store.read_events(row.id)]
+            found = export.load_result(store, row.id)
+            payload = tensors.encode_tensors(found.tensors)
+            told = scores.read_scores(store.home, row)
             return f"{row} {facts} {found.meta} {told} {payload.hex()}".replace(str(federation.folder), "")
 
     @contextlib.contextmanager

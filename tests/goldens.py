@@ -114,36 +114,36 @@ def play(method: str, folder: Path) -> Golden:
     plan = agents.Plan(job, stock, folder / "runs")
     asked: list[list[str]] = []
     states: list[Content] = []
-    append = Store.append
+    append = Store.append_event
 
     def watched(store: Store, run: str, fact: Any) -> None:
         append(store, run, fact)
         if isinstance(fact, Asked):
             asked.append(list(fact.devices))
         if isinstance(fact, Started | Committed):  # read at once: the store drops a state once there is a newer one
-            path = store.depot.path(fact.state.sha256)
+            path = store.depot.blob_path(fact.state.sha256)
             assert path is not None, f"{method}: a state is recorded that is not on disk"
             states.append(content(path.read_bytes(), "state"))
 
-    with mock.patch.object(Store, "append", watched), contextlib.redirect_stdout(io.StringIO()):
-        run, status = agents.virtually(plan)
+    with mock.patch.object(Store, "append_event", watched), contextlib.redirect_stdout(io.StringIO()):
+        run, status = agents.run_fleet_virtually(plan)
     assert status == "done", f"{method}: the run ended as {status}"
     out = folder / ("stitched.onnx" if method == "fedstitch" else "weights.safetensors")
     with Store(plan.home) as store:
-        export.export(store, run, out)
+        export.export_result(store, run, out)
     return Golden(asked, states, content(out.read_bytes(), out.suffix))
 
 
 def _job(method: str, folder: Path) -> tuple[settings.Job, Path]:
     if method == "fedstitch":
-        whole = msgspec.to_builtins(settings.load(DEMO / "job.toml"))
+        whole = msgspec.to_builtins(settings.load_job(DEMO / "job.toml"))
         changed = {
             key: {**whole[key], **value} if isinstance(value, dict) else value for key, value in STITCHING.items()
         }
-        return settings.parse({**whole, **changed}), DEMO / "bundle"
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
-    return settings.parse({**TABLE, "method": method, **CHANGES[method]}), folder / "bundle"
+        return settings.parse_job({**whole, **changed}), DEMO / "bundle"
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    return settings.parse_job({**TABLE, "method": method, **CHANGES[method]}), folder / "bundle"
 
 
 def content(payload: bytes, kind: str) -> Content:
@@ -193,7 +193,7 @@ def _block() -> bytes:
     """What the first block of the demo gives for fixed noise."""
     import onnxruntime
 
-    stock = bundle.load(DEMO / "bundle")
+    stock = bundle.load_bundle(DEMO / "bundle")
     name = sorted(name for name in stock.files if name.endswith(".onnx"))[0]
     session = onnxruntime.InferenceSession(str(DEMO / "bundle" / "blobs" / stock.files[name].sha256))
     given = session.get_inputs()[0]

@@ -16,11 +16,11 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Started
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
 
 NETWORK = {"name": "mlp", "inputs": 16, "hidden": [], "classes": 3}
 DEVICES = 3
@@ -49,14 +49,14 @@ class Federation:
 
     def make(self) -> Federation:
         """Write the bundle and the devices' data, and queue the job."""
-        first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-        bundle.write(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
+        first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+        bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
         data = np.random.default_rng(0)
         for index in range(DEVICES):
             arrays = {"x": data.random((12, 4, 4), np.float32), "y": data.integers(0, 3, 12)}
             np.savez(self.folder / f"data-{index}.npz", **arrays)  # type: ignore[arg-type]
         with Store(self.folder / "coordinator") as store:
-            store.add(settings.parse(self._job), self.folder / "bundle")
+            store.add_job(settings.parse_job(self._job), self.folder / "bundle")
         return self
 
     def run(self, kill: Callable[[AnyFact], bool] = lambda fact: False, *, limit_s: float = LIMIT_S) -> None:
@@ -72,10 +72,10 @@ class Federation:
                 raise Killed
 
         with contextlib.suppress(Killed), Store(self.folder / "coordinator") as store:
-            assert store.lock()
+            assert store.acquire_lock()
             link = broker.connect()
-            row = store.job(self.job)
-            server = Server(OverLink(link, "sim", store.depot, store.next_epoch()), store, observe, only=row.id)
+            row = store.find_job(self.job)
+            server = Server(OverLink(link, "sim", store.depot, store.begin_epoch()), store, observe, only=row.id)
             sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
             for index in range(DEVICES):
                 own, board = broker.connect(), make_board("jetson-nano")
@@ -86,7 +86,7 @@ class Federation:
                     data={"path": str(self.folder / f"data-{index}.npz"), "held": 0.25},
                 )
                 sides.append((own, Agent(own, options, board, InlineWorker(board))))
-            simulate(broker, lambda: sides, lambda: server.finished, limit_s=limit_s)
+            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, limit_s=limit_s)
 
     @property
     def job(self) -> str:
@@ -97,7 +97,7 @@ class Federation:
     def facts(self) -> list[AnyFact]:
         """The run's facts so far."""
         with Store(self.folder / "coordinator") as store:
-            return [fact for _, _, fact in store.facts(self.job)]
+            return [fact for _, _, fact in store.read_events(self.job)]
 
     def states(self) -> list[str]:
         """Hash (sha256) of every state so far."""

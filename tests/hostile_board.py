@@ -42,7 +42,7 @@ from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Contribution, Task, Update, Usage
 from fedquilt.edge_agent import events, messages
-from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import clock_s
@@ -67,12 +67,12 @@ class Lie:
 
 def _bomb(model: Tensors) -> bytes:
     """A blob whose header says that it has an exbibyte."""
-    return struct.pack("<Q", 1 << 60) + tensors.encode(model)[8:]
+    return struct.pack("<Q", 1 << 60) + tensors.encode_tensors(model)[8:]
 
 
 def _inflated(model: Tensors) -> bytes:
     """A blob whose header promises tensors of a hundred gigabytes."""
-    payload = tensors.encode(model)
+    payload = tensors.encode_tensors(model)
     (size,) = struct.unpack("<Q", payload[:8])
     head = payload[8 : 8 + size].replace(b"[10,64]", b"[1000000,25000]")
     return struct.pack("<Q", len(head)) + head + payload[8 + size :]
@@ -82,25 +82,25 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
     "a header of an exbibyte": (lambda model: Lie(_bomb(model)), "a header of"),
     "tensors that inflate": (lambda model: Lie(_inflated(model)), "not a safetensors blob"),
     "1e300": (
-        lambda model: Lie(tensors.encode({name: np.full(a.shape, 1e300) for name, a in model.items()})),
+        lambda model: Lie(tensors.encode_tensors({name: np.full(a.shape, 1e300) for name, a in model.items()})),
         "float64|bytes, and what was asked for",
     ),
     "infinity": (
-        lambda model: Lie(tensors.encode({name: np.full_like(a, np.inf) for name, a in model.items()})),
+        lambda model: Lie(tensors.encode_tensors({name: np.full_like(a, np.inf) for name, a in model.items()})),
         "finite",
     ),
     "wrong types": (
-        lambda model: Lie(tensors.encode(model), dict.fromkeys(model, "i4:3")),
+        lambda model: Lie(tensors.encode_tensors(model), dict.fromkeys(model, "i4:3")),
         "is int32",
     ),
     "a manifest of gigabytes": (
-        lambda model: Lie(tensors.encode(model), None, size=1 << 40),
+        lambda model: Lie(tensors.encode_tensors(model), None, size=1 << 40),
         "bytes, and what was asked for",
     ),
-    "a weight of 1e24": (lambda model: Lie(tensors.encode(model), None, weight=1e24), "examples"),
+    "a weight of 1e24": (lambda model: Lie(tensors.encode_tensors(model), None, weight=1e24), "examples"),
     "joules that end a job, and a strange tensor": (
         lambda model: Lie(
-            tensors.encode(_renamed(model)),
+            tensors.encode_tensors(_renamed(model)),
             None,
             usage=Usage(wall_s=1.0, energy_j=1e12),
         ),
@@ -111,7 +111,7 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
         "is what a site sends, and the device has no right to be one",
     ),
     "chunks that are withheld": (
-        lambda model: Lie(tensors.encode({name: 2 * a for name, a in model.items()}), None, withheld=True),
+        lambda model: Lie(tensors.encode_tensors({name: 2 * a for name, a in model.items()}), None, withheld=True),
         "",
     ),
 }
@@ -121,8 +121,8 @@ def _of_others(model: Tensors) -> bytes:
     """Updates of the honest boards, as a site passes them up."""
     names = [f"jetson-nano-{number:02d}" for number in range(3)]
     given = [Contribution(name, 0, 10.0, {}, {"model": model}) for name in names]
-    ((_, bundle),) = passed.bundled(given)
-    return tensors.encode(bundle)
+    ((_, bundle),) = passed.bundle_updates(given)
+    return tensors.encode_tensors(bundle)
 
 
 def _renamed(model: Tensors) -> dict[str, np.ndarray]:
@@ -167,7 +167,7 @@ class Liar(threading.Thread):
         while not self._ending.is_set():
             self._link.wait(0.005)
             for message in self._link.receive():
-                route = wire.route(message.topic)
+                route = wire.parse_topic(message.topic)
                 if route.kind is Task and message.payload:
                     self._tasked(wire.decode(message.payload, Task))
                 elif route.kind is wire.Get:
@@ -186,14 +186,14 @@ class Liar(threading.Thread):
         self._link.close()
 
     def _say(self, leaf: str, message: Any, *, retain: bool = False) -> None:
-        self._link.publish(TOPICS.device(LIAR, "up", leaf), wire.encode(message), retain=retain)
+        self._link.publish(TOPICS.device_topic(LIAR, "up", leaf), wire.encode(message), retain=retain)
         self.sent += 1
 
     def _told(self) -> None:
         """Come online as a board of the smallest kind that says it is a site of five."""
         self._say("presence", wire.Presence(online=True, boot="b"), retain=True)
         means = events.Means(2_000_000_000, ("numpy",), ())
-        profile = messages.profile(LIAR, make_board("x86-host"), means)
+        profile = messages.profile_message(LIAR, make_board("x86-host"), means)
         self._say("profile", msgspec.structs.replace(profile, boards=5), retain=True)
 
     def _tasked(self, task: Task) -> None:
@@ -223,10 +223,12 @@ class Liar(threading.Thread):
         self._say("update", update)
         sealed = self._raw.taken()
         for older in (*self._kept, wire.encode(update)):  # the bytes of earlier rounds, and an update in no envelope
-            self._raw.publish(TOPICS.device(LIAR, "up", "update"), older)
+            self._raw.publish(TOPICS.device_topic(LIAR, "up", "update"), older)
         self._offered.add(task.round)
         self._kept += sealed
-        self._raw.publish(TOPICS.device("jetson-nano-00", "up", "update"), wire.encode(update))  # the broker's to stop
+        self._raw.publish(
+            TOPICS.device_topic("jetson-nano-00", "up", "update"), wire.encode(update)
+        )  # the broker's to stop
         self.done[name] += 1
 
     def _served(self, get: wire.Get) -> None:
@@ -234,12 +236,12 @@ class Liar(threading.Thread):
         if payload is None:
             return
         ref = BlobRef(sha256=get.sha256, size=len(payload))
-        cut = chunks.cut(ref, get.chunk, lambda offset, size: payload[offset : offset + size])
+        cut = chunks.build_manifest(ref, get.chunk, lambda offset, size: payload[offset : offset + size])
         if not get.indices:
-            self._link.publish(TOPICS.blob(LIAR, "up", get.sha256, "manifest"), wire.encode(cut))
+            self._link.publish(TOPICS.blob_topic(LIAR, "up", get.sha256, "manifest"), wire.encode(cut))
         for index in get.indices:
-            offset, size = chunks.extent(cut, index)
-            topic = TOPICS.chunk(LIAR, "up", get.sha256, index)
+            offset, size = chunks.chunk_extent(cut, index)
+            topic = TOPICS.chunk_topic(LIAR, "up", get.sha256, index)
             self._link.publish(topic, payload[offset : offset + size], reliable=False)
 
     def _pour(self, number: int) -> None:
@@ -252,14 +254,14 @@ class Liar(threading.Thread):
         elif kind == 2:
             self._say("claim", wire.Claim(job="none", round=0, attempt=0, accepted=True))
         elif kind == 3:
-            self._raw.publish(TOPICS.device(LIAR, "up", "update"), b"[" * (60_000 if number % 70 == 3 else 200))
+            self._raw.publish(TOPICS.device_topic(LIAR, "up", "update"), b"[" * (60_000 if number % 70 == 3 else 200))
             self.sent += 1
         elif kind == 4:
             hello = wire.Hello(attempt=f"{number:016x}", flight=0, tls="AAAA")  # one more handshake, begun and left
-            self._raw.publish(TOPICS.device(LIAR, "up", "hello"), wire.encode(hello))
+            self._raw.publish(TOPICS.device_topic(LIAR, "up", "hello"), wire.encode(hello))
             self.sent += 1
         elif kind == 5:  # of a blob that nobody has asked for
-            self._link.publish(TOPICS.chunk(LIAR, "up", f"{number:064x}", 0), bytes(1024), reliable=False)
+            self._link.publish(TOPICS.chunk_topic(LIAR, "up", f"{number:064x}", 0), bytes(1024), reliable=False)
             self.sent += 1
         else:
             get = wire.Get(sha256=f"{number:064x}", chunk=1024, indices=tuple(range(64)))
@@ -284,14 +286,18 @@ class Site:
             "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
             "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
         }
-        first = numpy_engine.init(NETWORK, seed=0)
+        first = numpy_engine.init_tensors(NETWORK, seed=0)
         self.model = {name: array + np.float32(1) for name, array in first.items()}  # which nobody has yet
-        bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": tensors.encode(first)})
-        (folder / "job.toml").write_text(config.text(table))
+        bundle.write_bundle(
+            folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": tensors.encode_tensors(first)}
+        )
+        (folder / "job.toml").write_text(config.format_toml(table))
         calm = {**table, "cohort": {"start_devices": 3}}
-        self.plan = fleet.Plan(settings.parse(calm), folder / "job.bundle", folder / "calm")
+        self.plan = fleet.Plan(settings.parse_job(calm), folder / "job.bundle", folder / "calm")
         out = folder / "site"
-        broker_config.write(self.certified.authority, "mosquitto", ["127.0.0.1"], out, clock_s(), installed=str(out))
+        broker_config.write_config(
+            self.certified.authority, "mosquitto", ["127.0.0.1"], out, clock_s(), installed=str(out)
+        )
         (folder / "mosquitto").mkdir()
         given = (out / "fedquilt.conf").read_text().splitlines()[2:]
         self.mosquitto = Mosquitto(folder / "mosquitto", tuple(given)).start()
@@ -300,11 +306,13 @@ class Site:
 
     def boards(self) -> None:
         """Start the honest boards."""
-        for table in self.plan.agents():
+        for table in self.plan.make_agent_tables():
             device = table["device"]
             told = {"url": self.url, **self.certified.files(device)}
             path = self.folder / f"{device}.toml"
-            path.write_text(config.text({**table, "home": str(self.folder / device), "broker": told, "warm_s": 600.0}))
+            path.write_text(
+                config.format_toml({**table, "home": str(self.folder / device), "broker": told, "warm_s": 600.0})
+            )
             self.processes.start(device, self.folder / "agents.log", "agent", str(path))
 
     def coordinate(self) -> None:
@@ -331,9 +339,9 @@ class Site:
 
     def calm(self) -> list[AnyFact]:
         """Facts of the same job in this process, without the liar."""
-        run, _ = fleet.virtually(self.plan)
+        run, _ = fleet.run_fleet_virtually(self.plan)
         with Store(self.plan.home) as store:
-            return [fact for _, _, fact in store.facts(run)]
+            return [fact for _, _, fact in store.read_events(run)]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Update, Usage, Work
@@ -23,12 +23,12 @@ def asking(flops: float) -> Ask:
 
 def begun(rounds: int = 2, check_every: int = 0, **cohort: float | str) -> Rounds:
     plan = Plan(0, rounds, msgspec.convert({"deadline_s": 10.0, **cohort}, Cohort), check_every)
-    return apply(Rounds(plan), Started(BLOB), 0.0)
+    return apply_event(Rounds(plan), Started(BLOB), 0.0)
 
 
 def after(state: Rounds, *facts: AnyFact, now_s: float = 0.0) -> Rounds:
     for fact in facts:
-        state = apply(state, fact, now_s)
+        state = apply_event(state, fact, now_s)
     return state
 
 

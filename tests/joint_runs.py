@@ -8,7 +8,7 @@ from typing import Any
 from fedquilt.core import DeviceView
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import stitched
-from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
+from fedquilt.testing.toys import SMALL, FakeRunner, build_donors, deliver_task, image_members, run_method
 from fedquilt.tools.simulation import Member
 
 
@@ -21,11 +21,11 @@ def played(
     rounds: int = 1000,
     **changes: Any,
 ) -> list[State]:
-    bundle, own = build()
-    return play(
+    bundle, own = build_donors()
+    return run_method(
         "fedstitch",
         bundle,
-        members(8) if devices is None else devices,
+        image_members(8) if devices is None else devices,
         {**SMALL, **changes},
         engine=runner or own,
         method=method,
@@ -45,6 +45,9 @@ def narrow(state: State, name: str, channels: int) -> stitched.Block:
 
 def gathering(**changes: Any) -> tuple[State, Any, Any]:
     """A state that gathers, and one device's task and site."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0, **changes}), 3)
-    return (state, *given(METHOD, METHOD.send(state, DeviceView("dev-0", None)), members(1)[0], runner, seed=3))
+    return (
+        state,
+        *deliver_task(METHOD, METHOD.send(state, DeviceView("dev-0", None)), image_members(1)[0], runner, seed=3),
+    )

@@ -44,7 +44,7 @@ from fedquilt import config
 from fedquilt.coordinator import rounds, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Rounds
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import served
+from fedquilt.coordinator.store_rows import is_served
 from fedquilt.tools.simulation import agents as fleet
 
 DEVICES = 3
@@ -139,8 +139,8 @@ class Campaign:
             "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
             "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
         }
-        (folder / "job.toml").write_text(config.text(job))
-        self.plan = fleet.Plan(settings.load(folder / "job.toml"), self._bundle, folder / "calm")
+        (folder / "job.toml").write_text(config.format_toml(job))
+        self.plan = fleet.Plan(settings.load_job(folder / "job.toml"), self._bundle, folder / "calm")
         self._tasks = Counter[tuple[str, int]]()  # kills of tasks, by board and round
 
     # -- with kills --
@@ -165,10 +165,10 @@ class Campaign:
     def _run(self, processes: Processes, broker: Mosquitto) -> None:
         run = ("run", str(self.folder / "job.toml"), "--home", str(self._home), "--broker", broker.url)
         commands = {"coordinator": run}
-        for table in self.plan.agents():
+        for table in self.plan.make_agent_tables():
             name = table["device"]
             told = {**table, "home": str(self.folder / name), "broker": {"url": broker.url}, "warm_s": 600.0}
-            (self.folder / f"{name}.toml").write_text(config.text(told))
+            (self.folder / f"{name}.toml").write_text(config.format_toml(told))
             commands[name] = ("agent", str(self.folder / f"{name}.toml"))
         for name, command in commands.items():
             processes.start(name, self._log, *command)
@@ -236,7 +236,7 @@ class Campaign:
             name = device if kind == "agent" else kind
             processes.kill(name)
             processes.start(name, self._log, *commands[name])
-            while kind == "coordinator" and not served(self._home) and processes.running[name].poll() is None:
+            while kind == "coordinator" and not is_served(self._home) and processes.running[name].poll() is None:
                 time.sleep(POLL_S)  # a look at its home would take up the log that it is to find there
         self.killed[self._next.pop()] += 1
         return True
@@ -270,7 +270,7 @@ class Campaign:
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
         for device in sorted(frozenset().union(*cohorts)):
-            kept, right = private(self.folder / device), private(self.plan.folder(run, device))
+            kept, right = private(self.folder / device), private(self.plan.get_agent_folder(run, device))
             if kept != right:
                 raise LostError(f"{device} keeps the private state {kept}, and without kills {right}")
 
@@ -280,16 +280,16 @@ class Campaign:
 
 def calm(plan: fleet.Plan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyFact]]:
     """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
-    decide = rounds.decide
+    decide = rounds.decide_event
 
     def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyFact | None:
         allowed = cohorts[state.round] if state.round < len(cohorts) else online
         return decide(state, now_s, {name for name in online if name in allowed}, *rest, **more)
 
-    with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
-        run, _ = fleet.virtually(plan)
+    with mock.patch.object(rounds, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
+        run, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        return run, [fact for _, _, fact in store.facts(run)]
+        return run, [fact for _, _, fact in store.read_events(run)]
 
 
 def _task_of(agent: int) -> int | None:

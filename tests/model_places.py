@@ -42,11 +42,11 @@ class Place:
         """Bring a release into use."""
         wanted, blob = self.release(serial)
         self.models.stage(wanted, blob)
-        self.models.swap(wanted)
+        self.models.activate(wanted)
         return wanted
 
     def served(self, **told: Any) -> None:
-        values = {"at": time.time(), "model": self.models.current(), "served": 0, "failed": 0, "labelled": 0}
+        values = {"at": time.time(), "model": self.models.current_sha256(), "served": 0, "failed": 0, "labelled": 0}
         (self.folder / "served.json").write_text(json.dumps({**values, **told}))
 
     def names(self) -> list[str]:
@@ -63,5 +63,5 @@ def short(wanted: Release) -> str:
 
 def told(place: Place, condition: Callable[[], bool] = lambda: True) -> str:
     """What is wrong once the hook has come to its end."""
-    until(lambda: place.models.settled() and condition(), "the hook's end")
-    return place.models.ill()
+    until(lambda: place.models.is_settled() and condition(), "the hook's end")
+    return place.models.unhealthy_reason()

@@ -152,13 +152,13 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "rehearsal",
             "a flashed system booted with systemd, and its agent",
             ((*command, "emulate", "--systemd"),),
-            _hindrance(rehearsal.required),
+            _hindrance(rehearsal.check_machine),
         ),
         Stage(
             "arm64",
             "a flashed arm64 system under qemu: one round of stitching by its agent, and a model deployed to it",
             ((*command, "emulate", "--rounds", "1"),),
-            _hindrance(emulate.required),
+            _hindrance(emulate.check_machine),
         ),
         Stage(
             "containers",

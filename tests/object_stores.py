@@ -27,8 +27,8 @@ def moto() -> Iterator[str]:
 
 def bucket(origin: str) -> Bucket:
     """A new bucket of a store."""
-    found = Bucket.parse(f"{origin}/bucket/models", KEYS)
-    asked(found.signed("PUT", ""), "PUT")
+    found = Bucket.from_url(f"{origin}/bucket/models", KEYS)
+    asked(found.sign_url("PUT", ""), "PUT")
     return found
 
 

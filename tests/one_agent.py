@@ -43,20 +43,20 @@ class Board:
         self.clocks: list[str] = []  # the point held, or "-", at each change
         self.reads_s: list[float] = []
 
-    def read(self, now_s: float) -> Reading:
+    def read_sensors(self, now_s: float) -> Reading:
         self.reads_s.append(now_s)
         return Reading(energy_j=5.0 * now_s, energy_source="meter", power_w=5.0, available_bytes=self.available_bytes)
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self.stuck:
             raise ClockError(self.stuck)
         self.clocks.append(point.name)
         return point
 
-    def release(self) -> None:
+    def unpin_clocks(self) -> None:
         self.clocks.append("-")
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         return measured
 
 
@@ -77,7 +77,7 @@ class Bench:
         events, self.events = self.events, []
         return events
 
-    def due_s(self, now_s: float) -> float:
+    def next_poll_s(self, now_s: float) -> float:
         return now_s + 1.0
 
     def kill(self) -> None:
@@ -94,7 +94,7 @@ class Bench:
         """The model of the order plus one; private state if the test wants it."""
         order = self.orders[-1]
         out = Path(order.out)
-        model = {name: array + 1 for name, array in tensors.read(Path(order.bundles["model"])).items()}
+        model = {name: array + 1 for name, array in tensors.read_tensors(Path(order.bundles["model"])).items()}
         ref = write_tensors(out / "bundle", model)
         os.replace(out / "bundle", out / ref.sha256)
         left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
@@ -112,7 +112,7 @@ class Site:
         self.link = self.broker.connect()
         self.depot = Depot(folder / "coordinator")
         self.transfers = Transfers(self.link, self.depot, TOPICS, "dn", lambda device, sha256: True)
-        self.link.subscribe(TOPICS.for_coordinator())
+        self.link.subscribe(TOPICS.coordinator_filters())
         self.heard: dict[str, list[Any]] = {}
         self.board = Board()
         self.kinds: dict[str, Kind] = {}
@@ -123,7 +123,7 @@ class Site:
     def start(self, worker: Worker | None = None, **changes: Any) -> None:
         """A new process on the same folder; one that ran before has died in the middle of whatever it did."""
         if hasattr(self, "own"):
-            self.broker.lose(self.own)
+            self.broker.lose_client(self.own)
         self.bench = Bench()
         self.own: MemoryLink = self.broker.connect()
         options = AgentSettings(**{"device": "d", "fleet": "f", "home": str(self.folder / "d"), **changes})
@@ -143,26 +143,30 @@ class Site:
         until_s = self.broker.now_s + seconds
         while self.broker.now_s < until_s:
             self.broker.now_s += 0.01
-            self.broker.deliver()
+            self.broker.deliver_due()
             self.agent.step(self.broker.now_s)
             self.listen()
 
     def listen(self) -> None:
         for message in self.link.receive():
-            route = wire.route(message.topic)
-            if not self.transfers.handle(route, message.payload, self.broker.now_s) and route.kind and message.payload:
+            route = wire.parse_topic(message.topic)
+            if (
+                not self.transfers.handle_message(route, message.payload, self.broker.now_s)
+                and route.kind
+                and message.payload
+            ):
                 self.heard.setdefault(route.leaf, []).append(wire.decode(message.payload, route.kind))
         self.transfers.step(self.broker.now_s)
-        self.transfers.take_done()
+        self.transfers.take_finished()
 
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
         payload = message if isinstance(message, bytes) else wire.encode(message)
-        self.link.publish(TOPICS.device("d", "dn", leaf), payload, retain=retain)
+        self.link.publish(TOPICS.device_topic("d", "dn", leaf), payload, retain=retain)
         self.run()
 
     def ask(self, round: int = 0, **changes: Any) -> Task:
         """Ask for a round's work on MODEL plus the round's number."""
-        model = self.depot.put(tensors.encode({name: array + round for name, array in MODEL.items()}))
+        model = self.depot.store_bytes(tensors.encode_tensors({name: array + round for name, array in MODEL.items()}))
         values: dict[str, Any] = {"attempt": 0, "method": "fedavg", "engine": "numpy", "actions": ("work",)}
         values |= {"params": {}, "bundles": {"model": model}, "work": Work(flops=1e6), "deadline_s": 60.0}
         task = Task(**{"job": "j-1", "round": round, "seed": derive_seed(round), **values, **changes})
@@ -172,11 +176,11 @@ class Site:
     def fetch(self, update: Update) -> dict[str, np.ndarray]:
         """Pull an update's model as the coordinator does."""
         ref = update.bundles["model"]
-        self.transfers.want("d", ref)
+        self.transfers.request_blob("d", ref)
         self.run()
-        path = self.depot.path(ref.sha256)
+        path = self.depot.blob_path(ref.sha256)
         assert path is not None
-        return tensors.read(path)
+        return tensors.read_tensors(path)
 
     def ack(self, round: int = 0, accepted: bool = True) -> None:
         self.say("ack", wire.Ack(job="j-1", round=round, attempt=0, accepted=accepted, reason=""))

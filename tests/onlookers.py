@@ -39,7 +39,7 @@ def look(home: Path, run: str, number: int) -> str:
     )
     words, said = every[number % len(every)], io.StringIO()
     if words[0] == "doctor":  # its look at a home; the rest is about this machine
-        found = [each for each in coordinator.check(home) if each.severity == "error" and each.code != DISK]
+        found = [each for each in coordinator.check_coordinator(home) if each.severity == "error" and each.code != DISK]
         return f"{FAILED} {found}" if found else ""
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:

@@ -10,7 +10,7 @@ from fedquilt.core import Method
 
 def opened(store: Store, run: str, method: Method | None = None) -> Running:
     """The job, with its state; `method`: None: the one that it names."""
-    row = store.job(run)
+    row = store.find_job(run)
     job = Running(row, store, 0.0, method or methods.load(row.job.method))
-    job.continue_from(job.opening()(), 0.0)
+    job.continue_from(job.build_state_loader()(), 0.0)
     return job

@@ -269,7 +269,7 @@ def fedsdg(network: str, model: Model, run: Played) -> Model:
 
 def branch(network: str, model: Model, state: Any, device: str) -> Model:
     """First branch of a device, drawn from its seed: A_p from N(0, 1/r), B_p from N(0, 0.01^2), gates 0."""
-    rng, found = tensors.rng(state.params["own_seed"], device), Model()
+    rng, found = tensors.seeded_rng(state.params["own_seed"], device), Model()
     for layer in ADAPTED[network]:
         out, into = model[f"{layer}.weight"].shape
         found[f"{layer}.own_a"] = rng.normal(0, RANK**-0.5, (into, RANK)).astype(np.float32)

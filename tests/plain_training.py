@@ -38,7 +38,7 @@ def table_of(network: str) -> dict[str, Any]:
 
 @cache
 def bundle_of(network: str) -> Bundle:
-    return prepare.prepare({"model": {**table_of(network), "seed": 5}}, Path(mkdtemp()))
+    return prepare.prepare_bundle({"model": {**table_of(network), "seed": 5}}, Path(mkdtemp()))
 
 
 @cache
@@ -55,7 +55,7 @@ def members() -> list[Member]:
 
 def generator(device: str, round: int) -> np.random.Generator:
     """Generator of a device's round."""
-    return tensors.rng(derive_seed(SEED, "local", round, device))
+    return tensors.seeded_rng(derive_seed(SEED, "local", round, device))
 
 
 def batches(order: np.ndarray) -> Iterator[np.ndarray]:
@@ -221,7 +221,7 @@ def played(
         found.devices[:] = [each.devices for each in simulation.rounds]
 
     made = bundle_of(network)
-    found.states = toys.play(
+    found.states = toys.run_method(
         name,
         replace(made, meta={**made.meta, **meta}),
         members(),

@@ -200,7 +200,7 @@ def fjord(network: str, model: Model, run: Played) -> Model:
     width = Width(network, lambda rate: {} if rate == 1 else leading(network, rate))
 
     def train(plain: Plain, member: Any, rate: float, round: int) -> None:
-        draws = tensors.rng(derive_seed(SEED, "local", round, member.device), "widths")
+        draws = tensors.seeded_rng(derive_seed(SEED, "local", round, member.device), "widths")
         rates = [each for each in (0.25, 0.5, 1.0) if each <= rate]
         for rows in batches(order_of(member, round)):
             drawn = rates[int(draws.integers(len(rates)))]

@@ -63,7 +63,7 @@ def facts(home: Path, run: str = "digits") -> list[AnyFact]:
     if not (home / "fedquilt.db").exists():
         return []
     with Store(home) as store:
-        return [fact for _, _, fact in store.facts(store.job(run).id)] if store.jobs() else []
+        return [fact for _, _, fact in store.read_events(store.find_job(run).id)] if store.readable_jobs() else []
 
 
 def answers(home: Path, round: int) -> int:
@@ -73,10 +73,10 @@ def answers(home: Path, round: int) -> int:
 def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.Plan:
     """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks. `cohort`: of the job."""
     network = {**NETWORK, "hidden": [hidden]}
-    first = tensors.encode(numpy_engine.init(network, seed=0))
-    bundle.write(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
+    bundle.write_bundle(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
     cohort = {**TABLE["cohort"], "start_devices": 3, **cohort}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
     nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(config.text({**rest, **nested, "cohort": cohort}))
-    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(config.format_toml({**rest, **nested, "cohort": cohort}))
+    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")

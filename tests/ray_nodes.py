@@ -68,19 +68,19 @@ class Watched(RayWorkers):
         self._amid = amid
         self.nodes: list[str] = []
 
-    def give(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: Work) -> None:
         node = self._all[worker].node
         self.nodes.append(node)
         with self._amid(node, len(self.nodes)):
-            super().give(worker, work)
+            super().send_work(worker, work)
 
 
 @contextmanager
 def hands(workers: RayWorkers, given: agents.Plan) -> Iterator[Hands]:
-    members = given.members()[0]
+    members = given.load_devices()[0]
     with Pool(workers, members) as pool:
-        pool.warm()
-        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), pool.held, pool)
+        pool.wait_until_ready()
+        yield Hands(lambda orders: (outcome for _, outcome in pool.run_requests(orders)), pool.held, pool)
 
 
 @contextmanager

@@ -52,13 +52,13 @@ class Board:
         """Connect, as an agent that has just begun."""
         self.boots += 1
         will = (
-            TOPICS.device(self.name, "up", "presence"),
+            TOPICS.device_topic(self.name, "up", "presence"),
             wire.encode(wire.Presence(online=False, boot=str(self.boots))),
         )
         self.link = self.broker.connect(will)
         self.transfers = Transfers(self.link, self.depot, TOPICS, "up", lambda device, sha256: True)
         self.wanted: wire.Release | None = None
-        self.link.subscribe(TOPICS.for_device(self.name))
+        self.link.subscribe(TOPICS.device_filters(self.name))
         self.say("presence", wire.Presence(online=True, boot=str(self.boots)), retain=True)
         profile = Profile(
             device=self.name,
@@ -73,11 +73,11 @@ class Board:
 
     def go(self) -> None:
         """Lose the connection to the broker."""
-        self.broker.lose(self.link)
+        self.broker.lose_client(self.link)
         self.link = None
 
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
-        self.link.publish(TOPICS.device(self.name, "up", leaf), wire.encode(message), retain=retain)
+        self.link.publish(TOPICS.device_topic(self.name, "up", leaf), wire.encode(message), retain=retain)
 
     def tell(self, release: wire.Release, phase: Any, reason: str = "") -> None:
         self.say(
@@ -96,15 +96,15 @@ class Board:
         if self.link is None:
             return
         for message in self.link.receive():
-            route = wire.route(message.topic)
-            if self.transfers.handle(route, message.payload, now_s):
+            route = wire.parse_topic(message.topic)
+            if self.transfers.handle_message(route, message.payload, now_s):
                 continue
             if route.leaf == "presence":
                 self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
             if route.leaf in ("model", "agent"):
                 self.take(wire.decode(message.payload, wire.Release) if message.payload else None)
         self.transfers.step(now_s)
-        for _, _, error in self.transfers.take_done():
+        for _, _, error in self.transfers.take_finished():
             assert error is None, error
             self.check()
 
@@ -119,11 +119,11 @@ class Board:
             return self.tell(release, "returned", "asked to")
         again, self.serial = release.serial == self.serial, release.serial
         assert release.blob is not None
-        if again and self.depot.has(release.blob):
+        if again and self.depot.has_blob(release.blob):
             return self.end(release)
         self.wanted = release
         self.tell(release, "fetching")
-        self.transfers.want(self.name, release.blob)
+        self.transfers.request_blob(self.name, release.blob)
 
     def check(self) -> None:
         release, self.wanted = self.wanted, None
@@ -160,14 +160,14 @@ class Ground:
         self.store = Store(self.home, disk=self.disk)
         will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
         self.link = self.broker.connect(will)
-        self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
+        self.executor = OverLink(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
             self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))
         )
 
     def restart(self) -> None:
         """Kill the coordinator, and start another one on the same folder."""
-        self.broker.lose(self.link)
+        self.broker.lose_client(self.link)
         self.store.close()
         self.start()
 
@@ -184,29 +184,29 @@ class Ground:
 
     def deploy(self, payload: bytes = MODEL, **changes: Any) -> str:
         """Queue a rollout of a model."""
-        blob: BlobRef = self.store.depot.put(payload)
-        return self.store.rollouts.add(Plan(**{"kind": "model", "name": "digits", "blob": blob, **changes}))
+        blob: BlobRef = self.store.depot.store_bytes(payload)
+        return self.store.rollouts.add_rollout(Plan(**{"kind": "model", "name": "digits", "blob": blob, **changes}))
 
     def play(self, seconds: float = 10.0) -> None:
         """Let virtual time pass in steps of 0.1 s."""
         until = self.broker.now_s + seconds
         while self.broker.now_s < until:
             self.broker.now_s += 0.1
-            self.broker.deliver()
+            self.broker.deliver_due()
             self.server.step(self.broker.now_s)
             for board in self.boards:
                 board.step(self.broker.now_s)
 
     def state(self, id: str = "") -> Rollout:
         """A rollout as the database has it."""
-        return self.store.rollouts.find(id).state
+        return self.store.rollouts.find_rollout(id).state
 
     def having(self, blob: bytes = MODEL) -> list[str]:
         """Boards that run a model."""
-        sha256 = self.store.depot.put(blob).sha256
+        sha256 = self.store.depot.store_bytes(blob).sha256
         return [board.name for board in self.boards if board.runs == sha256]
 
     def ever(self, blob: bytes = MODEL) -> list[str]:
         """Boards that have ever run a model."""
-        sha256 = self.store.depot.put(blob).sha256
+        sha256 = self.store.depot.store_bytes(blob).sha256
         return [board.name for board in self.boards if sha256 in board.had]

@@ -14,5 +14,5 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def saved(home: Path, file: Path) -> Path:
     with Store(home) as store:
-        backup.save(store, file)
+        backup.write_backup(store, file)
     return file

@@ -24,11 +24,11 @@ class Tampered(MemoryBroker):
         self.carried: list[tuple[str, bytes]] = []
         self.change: Callable[[str, bytes], bytes | None] = lambda topic, payload: payload
 
-    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+    def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
         self.carried.append((topic, payload))
         changed = self.change(topic, payload)
         if changed is not None:
-            super()._receive(topic, changed, retain)
+            super()._receive_message(topic, changed, retain)
 
     def of(self, topic: str) -> list[bytes]:
         return [payload for at, payload in self.carried if at == topic]
@@ -50,10 +50,10 @@ class Fleet:
         """A new coordinator's process."""
         self.epoch += 1
         if self.epoch > 1:
-            self.broker.lose(self.raw)
+            self.broker.lose_client(self.raw)
         self.raw = self.broker.connect()
         self.link = FleetLink(self.raw, self.identities["coordinator"], "f", self.clock)
-        self.link.subscribe(TOPICS.for_coordinator())
+        self.link.subscribe(TOPICS.coordinator_filters())
         self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
         self.heard["coordinator"] = []
 
@@ -71,7 +71,7 @@ class Fleet:
         until_s = self.broker.now_s + seconds
         while self.broker.now_s < until_s:
             self.broker.now_s += 0.01
-            self.broker.deliver()
+            self.broker.deliver_due()
             self.heard["coordinator"] += self.link.receive()
             for name, board in self.boards.items():
                 self.heard[name] += board.receive()
@@ -81,8 +81,8 @@ class Fleet:
 
 
 def up(device: str, leaf: str = "claim") -> str:
-    return TOPICS.device(device, "up", leaf)
+    return TOPICS.device_topic(device, "up", leaf)
 
 
 def down(device: str, leaf: str = "task") -> str:
-    return TOPICS.device(device, "dn", leaf)
+    return TOPICS.device_topic(device, "dn", leaf)

@@ -6,8 +6,8 @@ from typing import Any
 
 from fedquilt.core import Method
 from fedquilt.methods.fedstitch import METHOD, State
-from fedquilt.testing.toys import SMALL, FakeRunner, build, members
-from fedquilt.testing.toys import play as run_of
+from fedquilt.testing.toys import SMALL, FakeRunner, build_donors, image_members
+from fedquilt.testing.toys import run_method as run_of
 from fedquilt.tools.simulation import Member
 
 
@@ -26,11 +26,11 @@ def played(
     **changes: Any,
 ) -> list[State]:
     """The states of a search by a double of the method. It ends by itself, or after so many rounds."""
-    bundle, own = build()
+    bundle, own = build_donors()
     return run_of(
         "fedstitch",
         bundle,
-        members() if devices is None else devices,
+        image_members() if devices is None else devices,
         {**SMALL, **changes},
         engine=runner or own,
         method=method,

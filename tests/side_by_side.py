@@ -32,7 +32,7 @@ def begin_two_jobs(stage: Stage) -> TwoJobs:
 
 def facts(stage: Stage, id: str, kind: type) -> list[Any]:
     """The facts of one kind in a job's log."""
-    return [fact for _, _, fact in stage.store.facts(id) if isinstance(fact, kind)]
+    return [fact for _, _, fact in stage.store.read_events(id) if isinstance(fact, kind)]
 
 
 class Worker:

@@ -62,19 +62,21 @@ class Counting(MemoryBroker):
         super().__init__(*given)
         self._spent = spent
 
-    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
-        kind = wire.route(topic).leaf
+    def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
+        kind = wire.parse_topic(topic).leaf
         if kind not in BEGINNING:
             self._spent.size[kind] += len(topic) + len(payload)
             self._spent.count[kind] += 1
-        super()._receive(topic, payload, retain)
+        super()._receive_message(topic, payload, retain)
 
 
 def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spent:
     """Bytes of a job of `rounds` rounds with a network of these hidden layers."""
     network = {"name": "mlp", "inputs": 64, "hidden": hidden, "classes": 10}
-    first = numpy_engine.init(network, seed=0)
-    bundle.write(folder / "job.bundle", {"network": network, "flops": 9600}, {"model": tensors.encode(first)})
+    first = numpy_engine.init_tensors(network, seed=0)
+    bundle.write_bundle(
+        folder / "job.bundle", {"network": network, "flops": 9600}, {"model": tensors.encode_tensors(first)}
+    )
     job = {
         "name": "digits",
         "method": "fedprox",
@@ -85,7 +87,7 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
         "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["2GB"]},
         "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
     }
-    plan = fleet.Plan(settings.parse(job), folder / "job.bundle", folder / "runs")
+    plan = fleet.Plan(settings.parse_job(job), folder / "job.bundle", folder / "runs")
     spent = Spent(Counter(), Counter())
     made: list[MemoryBroker] = []
 
@@ -98,7 +100,7 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
 
     with mock.patch.multiple(fleet, MemoryBroker=broker):
         if not signed:
-            _, ended = fleet.virtually(plan)
+            _, ended = fleet.run_fleet_virtually(plan)
         else:
             certified = Certified(folder)
 
@@ -111,7 +113,7 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
                 return Agent(own, options, *given, **more)
 
             with mock.patch.multiple(fleet, OverLink=coordinator, Agent=agent):
-                _, ended = fleet.virtually(plan)
+                _, ended = fleet.run_fleet_virtually(plan)
     assert ended == "done", ended
     return spent
 

@@ -14,7 +14,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import Method
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, toy_bundle
+from fedquilt.testing.toys import make_job, point_members, toy_bundle, write_bundle
 from fedquilt.tools.simulation import Member, carriers, run
 from fedquilt.tools.simulation.simulated_job import Simulation
 
@@ -39,28 +39,28 @@ class Fleet:
         home: str = "",
         flops: float = HEAVY,
         members: Sequence[Member] = (),
-        make: Callable[[str], Any] = SimulatedDevice.named,
+        make: Callable[[str], Any] = SimulatedDevice.from_name,
         **table: Any,
     ) -> tuple[Simulation, carriers.Hands]:
         self._count += 1
         made = toy_bundle()
-        bundle = folder(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
+        bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
-        given = list(members) or learners(devices, 13)
-        hands, held = carriers.in_process(given, load=load, engine=self.engine)
-        wanted = job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
+        given = list(members) or point_members(devices, 13)
+        hands, held = carriers.make_local_backend(given, load=load, engine=self.engine)
+        wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
         simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
         return self._stack.enter_context(simulation), hands
 
     def played(self, *args: Any, **options: Any) -> Simulation:
         simulation, hands = self.begin(*args, **options)
-        for _ in run.play([simulation], hands):
+        for _ in run.run_rounds([simulation], hands):
             pass
         return simulation
 
 
 def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
     with Store(simulation.fleet.depot.folder.parent) as store:
-        found: list[AnyFact] = [fact for _, _, fact in store.facts(simulation.run)]
+        found: list[AnyFact] = [fact for _, _, fact in store.read_events(simulation.run)]
     return [fact for fact in found if kind is None or isinstance(fact, kind)]

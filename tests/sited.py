@@ -22,7 +22,7 @@ from fedquilt.core import SiteRight
 from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.devices import create_device
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import InlineWorker, VirtualWorker
@@ -30,7 +30,7 @@ from fedquilt.tools import demo
 from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.site import virtual
 from fedquilt.tools.site.virtual import VirtualSite
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
 
 Seat = tuple[MemoryLink, Endpoint]
 
@@ -62,20 +62,20 @@ class Federation:
     def __post_init__(self) -> None:
         self.home = self.plan.home / "root"
         self._open()
-        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id=self.id)
+        self.run = self.store.add_job(self.plan.job, self.plan.bundle, "fleet", id=self.id)
         self._serve()
         self._stores: dict[str, Store] = {}
         self._together = examples.Together()
-        self._shared = Shared(self.plan.folder(self.run, ".shared"))
-        self.tables = self.plan.agents(self.run)
+        self._shared = Shared(self.plan.get_agent_folder(self.run, ".shared"))
+        self.tables = self.plan.make_agent_tables(self.run)
 
     def _open(self) -> None:
         self.store = self.stack.enter_context(Store(self.home, durable=False))
-        assert self.store.lock()
+        assert self.store.acquire_lock()
 
     def _serve(self) -> None:
         link = self.broker.connect()
-        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
+        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
         worker = Here(virtual.LARGE_BYTES)
         self.server = Server(
             executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
@@ -89,7 +89,7 @@ class Federation:
     def put_back(self, copy: Path) -> None:
         """The coordinator above is killed, and started again in a copy of its home."""
         link, _ = self.seats.pop(0)
-        self.broker.lose(link)
+        self.broker.lose_client(link)
         self.store.close()
         shutil.rmtree(self.home)
         copy.rename(self.home)
@@ -108,19 +108,19 @@ class Federation:
     def boards(self, tables: Sequence[dict[str, Any]], fleet: str) -> None:
         """Boards of one coordinator."""
         for table in tables:
-            options = settings.parse({**table, "fleet": fleet})
-            board = make(options.board)
+            options = settings.parse_settings({**table, "fleet": fleet})
+            board = create_device(options.board)
             kind = StalledWorker if options.device in self.stalled else InlineWorker
-            worker = kind(board, self._together.load)
+            worker = kind(board, self._together.load_share)
             gone = wire.encode(wire.Presence(online=False, boot="board", seq=0))
-            link = self.broker.connect((wire.Topics(fleet).device(options.device, "up", "presence"), gone))
+            link = self.broker.connect((wire.Topics(fleet).device_topic(options.device, "up", "presence"), gone))
             agent = Agent(link, options, board, worker, "board", durable=False, shared=self._shared, clock=lambda: None)
             self.seats.append((link, agent))
 
     def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
         """A site with its boards."""
         store = self._stores[name] = self.stack.enter_context(Store(self.plan.home / name, durable=False))
-        assert store.lock()
+        assert store.acquire_lock()
         self.below[name] = []
         self.limits.sites[name] = SiteRight(tuple(table["device"] for table in tables), len(tables))
         self._start(name)
@@ -130,38 +130,38 @@ class Federation:
         made = VirtualSite(
             self.broker, self._stores[name], self.plan.fleet, name, lambda job, fact: self.below[name].append(fact)
         )
-        self.seats += made.seats()
+        self.seats += made.list_endpoints()
         self.sites[name] = made
 
     def kill(self, name: str) -> None:
         """A site's process is killed, and started again in the same home."""
-        links = [link for link, _ in self.sites[name].seats()]
+        links = [link for link, _ in self.sites[name].list_endpoints()]
         for link in links:
-            self.broker.lose(link)
+            self.broker.lose_client(link)
         self.seats = [(link, seat) for link, seat in self.seats if link not in links]
-        self.sites[name].agent._lock.close()
+        self.sites[name].agent._lock.release()
         self._start(name)
 
     def cut(self, name: str) -> None:
         """A site loses its connection to the coordinator above."""
-        self.sites[name].up.lose()
+        self.sites[name].up.disconnect()
 
     def join(self, name: str) -> None:
         """It has it again, with a new session."""
         up = self.sites[name].up
         (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
-        self.seats[place] = (up.renewed(), self.seats[place][1])
+        self.seats[place] = (up.reconnect(), self.seats[place][1])
 
     def leaves(self, device: str) -> None:
         """A board dies for good."""
         (link,) = [link for link, seat in self.seats if isinstance(seat, Agent) and seat.device == device]
         self.seats = [(other, seat) for other, seat in self.seats if other is not link]
-        self.broker.lose(link)
+        self.broker.lose_client(link)
 
     def play(self, until: Callable[[], bool] = lambda: False) -> str:
         """Run it to the end of its job; returns how that ended."""
-        simulate(self.broker, lambda: self.seats, lambda: self.server.finished or until())
-        return self.store.status(self.run)
+        run_on_virtual_time(self.broker, lambda: self.seats, lambda: self.server.finished or until())
+        return self.store.stored_status(self.run)
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def federation(
 
 def unpacked(payload: bytes, kind: type) -> Any:
     """A state as its method knows it."""
-    return tensors.unpack(payload, kind)
+    return tensors.unpack_state(payload, kind)
 
 
 # -- the demo's digits ----------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def plan(
     folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
 ) -> Plan:
     """A job on the demo's digits."""
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
-    job = jobs.parse(
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
+    job = jobs.parse_job(
         {
             "name": "sited",
             "method": method,

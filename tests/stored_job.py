@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from fedquilt.coordinator import settings
 
-JOB = settings.parse({"name": "digits", "method": "fedavg"})
+JOB = settings.parse_job({"name": "digits", "method": "fedavg"})

@@ -26,7 +26,7 @@ from fedquilt.coordinator.facts import (
     Rounds,
     Started,
     Surveyed,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.snapshots import Standing
@@ -41,17 +41,17 @@ class Run:
     """A run in a store, written as its coordinator writes it."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.id = store, store.add(JOB, store.home / "bundle")
-        self.plan = Plan.of(JOB)
+        self.store, self.id = store, store.add_job(JOB, store.home / "bundle")
+        self.plan = Plan.from_job(JOB)
         self.standing = Standing(Rounds(self.plan))
 
     def record(self, *facts: AnyFact) -> None:
         for fact in facts:
-            after = apply(self.standing.rounds, fact, NOW_S)
-            self.store.append(self.id, fact)
-            self.standing.apply_fact(fact, after)
+            after = apply_event(self.standing.rounds, fact, NOW_S)
+            self.store.append_event(self.id, fact)
+            self.standing.apply_event(fact, after)
             if isinstance(fact, Committed | Ended):
-                self.store.snapshots.keep(self.id, self.standing)
+                self.store.snapshots.save_if_due(self.id, self.standing)
 
     def round(self, number: int, *devices: str) -> None:
         answers = [Answered(number, of(self.id, device, number)) for device in devices]
@@ -72,16 +72,16 @@ def state(round: int) -> BlobRef:
 def taken_up(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> tuple[Standing, int]:
     """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
     standing, upto = store.snapshots.load_state(run, plan, now_s)
-    for _, _, fact in store.facts(run, upto):
-        standing.apply_fact(fact, apply(standing.rounds, fact, now_s))
+    for _, _, fact in store.read_events(run, upto):
+        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
     return standing, upto
 
 
 def whole(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> Standing:
     """What all facts of a run come to."""
     standing = Standing(Rounds(plan))
-    for _, _, fact in store.facts(run):
-        standing.apply_fact(fact, apply(standing.rounds, fact, now_s))
+    for _, _, fact in store.read_events(run):
+        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
     return standing
 
 

@@ -23,12 +23,12 @@ class Counted(MemoryBroker):
     chunks = 0
     chunks_most: int | None = None
 
-    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+    def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
         if topic.rpartition("/")[2].isdigit():
             if self.chunks == self.chunks_most:
                 return
             self.chunks += 1
-        super()._receive(topic, payload, retain)
+        super()._receive_message(topic, payload, retain)
 
 
 class Pair:
@@ -51,7 +51,7 @@ class Pair:
         self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
         for device, side in self.boards.items():
             side.carry(Carriers(boards(device)))
-            self.places.said(profile(device))
+            self.places.record_profile(profile(device))
 
     def allowed(self, device: str, sha256: str) -> bool:
         return (device, sha256) not in self.coordinator.refused
@@ -62,11 +62,11 @@ class Pair:
         while not until():
             assert time.monotonic() < end_s, "it takes too long"
             self.broker.now_s = time.monotonic()
-            self.broker.deliver()
+            self.broker.deliver_due()
             sides = [self.coordinator, *self.boards.values()]
             for side in sides:
                 side.step(time.monotonic())
-            next_s = self.broker.next_s()
+            next_s = self.broker.next_delivery_s()
             left_s = 0.01 if next_s is None else min(max(next_s - time.monotonic(), 0.0), 0.01)
             select.select([fd for side in sides for fd in side.transfers.fds()], [], [], left_s)
 

@@ -12,7 +12,7 @@ from plain import budgeted
 
 from fedquilt.core import Bundle, DeviceView, Examples, Method
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import files, play, register_entry
+from fedquilt.testing.toys import bundle_files, register_entry, run_method
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -41,10 +41,10 @@ def bundle(network: dict[str, Any] | None = None) -> Bundle:
         module = registry.build(table)
     parts: dict[str, dict[str, np.ndarray]] = {
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
-        "masks": {"json": masks.to_array(trace.trace_plan(module))},
+        "masks": {"json": masks.plan_to_array(trace.trace_plan(module))},
     }
     meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **register_entry(table)}
-    return Bundle(meta, files(parts), lambda name: parts[name])
+    return Bundle(meta, bundle_files(parts), lambda name: parts[name])
 
 
 def pictures(count: int = 3) -> list[Member]:
@@ -70,7 +70,7 @@ def run(
     **params: Any,
 ) -> list[Any]:
     """The states of a run; devices have these budgets in turn."""
-    return play(
+    return run_method(
         name,
         made,
         pictures(),

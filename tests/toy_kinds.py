@@ -32,29 +32,29 @@ class ToyKind(Kind):
         if (error := self.fails.pop(name, None)) is not None:
             raise error
 
-    def current(self) -> str:
+    def current_sha256(self) -> str:
         return self.running
 
     def stage(self, release: Release, blob: Path | None) -> None:
         self._called("stage")
         self.staged = None if blob is None else blob.read_bytes()
 
-    def begin_check(self, release: Release) -> None:
+    def start_check(self, release: Release) -> None:
         self._called("check")
 
-    def checked(self) -> Verdict | None:
+    def poll_check(self) -> Verdict | None:
         return self.verdict
 
-    def swap(self, release: Release) -> None:
+    def activate(self, release: Release) -> None:
         self._called("swap")
         assert release.blob is not None
         if self.running != release.blob.sha256:
             self.running, self.previous = release.blob.sha256, self.running
 
-    def ill(self) -> str:
+    def unhealthy_reason(self) -> str:
         return self.illness
 
-    def back(self) -> bool:
+    def roll_back(self) -> bool:
         self._called("back")
         self.illness = self.lasting
         if self.previous == "none":
@@ -62,16 +62,16 @@ class ToyKind(Kind):
         self.running, self.previous = self.previous, "none"
         return True
 
-    def keep(self) -> None:
+    def confirm(self) -> None:
         self._called("keep")
 
-    def drop(self) -> None:
+    def discard_unused(self) -> None:
         self._called("drop")
 
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         return not self.hook_runs
 
-    def need_bytes(self, release: Release) -> int:
+    def check_memory_bytes(self, release: Release) -> int:
         return self.need
 
 
@@ -83,7 +83,7 @@ def release(serial: int = 1, blob: BlobRef | None = None, **changes: Any) -> Rel
 
 def deploy(site: Site, serial: int = 1, **changes: object) -> Release:
     """Publish a release of a blob of its own, as the coordinator does."""
-    wanted = release(serial, site.depot.put(b"model %d" % serial), **changes)
+    wanted = release(serial, site.depot.store_bytes(b"model %d" % serial), **changes)
     site.say("model", wanted, retain=True)
     return wanted
 

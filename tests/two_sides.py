@@ -12,7 +12,7 @@ from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, WireError
-from fedquilt.transport.link import MemoryBroker, simulate
+from fedquilt.transport.link import MemoryBroker, run_on_virtual_time
 
 KIB = 1024
 TOPICS = wire.Topics("lab")
@@ -39,7 +39,7 @@ class Side:
         self._way: wire.Direction = "up" if device else "dn"
         self._settings = settings
         self.carry(None)
-        self.link.subscribe(TOPICS.for_device(device) if device else TOPICS.for_coordinator())
+        self.link.subscribe(TOPICS.device_filters(device) if device else TOPICS.coordinator_filters())
 
     def carry(self, carriers: Carriers | None) -> None:
         """Begin anew, with carriers beside the link."""
@@ -59,15 +59,15 @@ class Side:
     def step(self, now_s: float) -> float:
         for message in self.link.receive():
             try:
-                assert self.transfers.handle(wire.route(message.topic), message.payload, now_s)
+                assert self.transfers.handle_message(wire.parse_topic(message.topic), message.payload, now_s)
             except WireError:
                 self.undecodable += 1
         due_s = self.transfers.step(now_s)
-        for device, sha256, error in self.transfers.take_done():
+        for device, sha256, error in self.transfers.take_finished():
             assert (device, sha256) not in self.errors
             self.errors[device, sha256] = error
         return due_s
 
 
 def play(broker: MemoryBroker, *sides: Side, until: Callable[[], bool], limit_s: float = 1e6) -> None:
-    simulate(broker, lambda: [(side.link, side) for side in sides], until, limit_s)
+    run_on_virtual_time(broker, lambda: [(side.link, side) for side in sides], until, limit_s)

@@ -35,7 +35,7 @@ class Board:
         self.start()
 
     def start(self, running: str | None = None, **changes: Any) -> None:
-        choice = launch.read(self.versions)
+        choice = launch.read_choice(self.versions)
         running = running if running is not None else "" if choice is None else choice.current
         packages = tuple(path for path in sys.path if path.endswith("site-packages"))
         started = Launched(
@@ -49,7 +49,7 @@ class Board:
         def quiet() -> None:
             self.quiet += 1
 
-        settings = agents.parse(self.table)
+        settings = agents.parse_settings(self.table)
         self.kind = AgentKind(started, settings, lambda: self.connected, restart, quiet=quiet, **changes)
 
     def release(self, file: Path) -> Release:
@@ -64,13 +64,13 @@ class Board:
         release = self.release(file)
         try:
             self.kind.stage(release, file)
-            self.kind.begin_check(release)
+            self.kind.start_check(release)
         except FedquiltError as error:
             return Verdict(str(error), {})
 
         def ended() -> Verdict | None:
             select.select(self.kind.fds(), [], [], 0.1)
-            return self.kind.checked()
+            return self.kind.poll_check()
 
         return until(ended, "the check ends")
 
@@ -78,7 +78,7 @@ class Board:
         """Check a bundle, put it on trial, and begin anew as its version; the version's name."""
         assert self.verdict(file) == Verdict("", {})
         release = self.release(file)
-        self.kind.swap(release)
+        self.kind.activate(release)
         assert release.blob is not None
         self.start()
         return release.blob.sha256

@@ -23,7 +23,7 @@ LAUNCHER = Path(launch.__file__)
 def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str], str]] = {}) -> Path:
     """The wheel of fedquilt as it is here, with another version number, and files changed by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = wheels.own(folder)
+    own = wheels.build_own_wheel(folder)
     made = folder / f"fedquilt-{version}-py3-none-any.whl"
     with zipfile.ZipFile(own) as source, zipfile.ZipFile(made, "w") as target:
         for name in source.namelist():
@@ -60,11 +60,11 @@ def pack(
         "version": NEW,
         "machine": platform.machine(),
         "python": PYTHON,
-        "wheels": {path.name: wheels.sha256(path) for path in house},
+        "wheels": {path.name: wheels.file_sha256(path) for path in house},
         "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
         "present": {"msgspec": wheels.metadata.version("msgspec")},  # the others are found in the same folder
     }
-    over_the_air.pack(Manifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
+    over_the_air.pack_bundle(Manifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
     return out
 
 

@@ -1,1 +1,1 @@
-"""Views of a run for people, computed from its log: sentences, costs, progress, scores, reasons."""
+"""Views of a run for people, computed from its event log."""

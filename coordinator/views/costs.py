@@ -1,9 +1,8 @@
-"""Cost of a job in joules, bytes, seconds and memory, per device, round, example and point of accuracy.
+"""Energy, traffic, time and memory used by a job, computed from its events.
 
-Pure functions of the log. Joules are gross (all that the board consumed meanwhile) and net (above what it
-consumes when idle). A sum covers the metered tasks, whose number stands beside it; None: nothing was measured,
-or, for a derived value, one of its inputs was not. Errors are added up, as one meter's errors are alike: a bound,
-not a spread. The cost of refused updates is in no sum.
+Joules are gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose number is
+given too, and is None if nothing was measured. Errors are added up, because the errors of one meter are correlated: the
+sum is a bound. Rejected updates are in no sum.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from fedquilt.metrics import ACCURACY, Metric
 
 @dataclass(frozen=True)
 class Ledger:
-    """Totals of some tasks."""
-
     tasks: int = 0
     metered: int = 0  # of them
     declined: int = 0
@@ -39,12 +36,11 @@ class Ledger:
     up_bytes: int = 0
 
 
-def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
-    """Totals of these updates."""
+def sum_costs(updates: Sequence[Update], declined: int = 0) -> Ledger:
     usages = [update.usage for update in updates]
     metered = [update for update in updates if update.usage.energy_j is not None]
-    energy_j = _sum([update.usage.energy_j for update in metered])
-    idle_j = _sum([update.usage.idle_j for update in metered])
+    energy_j = _sum_known([update.usage.energy_j for update in metered])
+    idle_j = _sum_known([update.usage.idle_j for update in metered])
     examples = sum(update.weight for update in metered)
     highest = max(usages, key=lambda usage: usage.peak_bytes or -1, default=None)
     return Ledger(
@@ -55,7 +51,7 @@ def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
         wall_s=sum(usage.wall_s for usage in usages),
         energy_j=energy_j,
         net_j=None if energy_j is None or idle_j is None else energy_j - idle_j,
-        energy_error_j=_sum([update.usage.energy_error_j for update in metered]),
+        energy_error_j=_sum_known([update.usage.energy_error_j for update in metered]),
         energy_source="; ".join(sorted({str(update.usage.energy_source) for update in metered})) or None,
         task_j=None if energy_j is None else energy_j / len(metered),
         example_j=None if energy_j is None or not examples else energy_j / examples,
@@ -66,16 +62,13 @@ def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
     )
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
-    """Sum; None where there are no values, or one is unknown."""
+def _sum_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One evaluation: the value of the main metric, and the total cost of all rounds before it."""
-
     round: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     energy_j: float | None  # gross; None: some task was not metered
@@ -84,8 +77,6 @@ class Checked:
 
 @dataclass(frozen=True)
 class Account:
-    """Costs of a job, in all and split up."""
-
     whole: Ledger
     rounds: dict[int, Ledger]
     devices: dict[str, Ledger]
@@ -93,8 +84,7 @@ class Account:
     point_j: float | None = None  # gross, for each per cent of the main metric from the first check to the best
 
 
-def account(facts: Iterable[AnyFact]) -> Account:
-    """Costs of a job, from its facts."""
+def compute_job_cost(facts: Iterable[AnyFact]) -> Account:
     updates: list[Update] = []
     checked: dict[int, tuple[Metric, float]] = {}
     refused: dict[str, int] = defaultdict(int)
@@ -105,27 +95,28 @@ def account(facts: Iterable[AnyFact]) -> Account:
         elif isinstance(fact, Declined | Rejected):
             refused[fact.device] += 1
             refused_in[fact.round] += 1
-        elif isinstance(fact, Committed) and (main := metrics.main(fact.evaluation)) is not None:
+        elif isinstance(fact, Committed) and (main := metrics.main_metric(fact.evaluation)) is not None:
             checked[fact.round] = main
     by_device, by_round = defaultdict(list), defaultdict(list)
     for update in updates:
         by_device[update.device].append(update)
         by_round[update.round].append(update)
-    rounds = {n: total(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
-    devices = {name: total(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
-    checks = tuple(Checked(n, value, _before(rounds, n), metric) for n, (metric, value) in sorted(checked.items()))
-    return Account(total(updates, sum(refused.values())), rounds, devices, checks, _point_j(checks))
+    rounds = {n: sum_costs(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
+    devices = {name: sum_costs(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
+    checks = tuple(
+        Checked(n, value, _energy_before_round_j(rounds, n), metric) for n, (metric, value) in sorted(checked.items())
+    )
+    return Account(sum_costs(updates, sum(refused.values())), rounds, devices, checks, _energy_per_point_j(checks))
 
 
-def _before(rounds: dict[int, Ledger], round: int) -> float | None:
-    """Joules of all rounds before a round's check, which is of the state it began with; 0 before the first."""
+def _energy_before_round_j(rounds: dict[int, Ledger], round: int) -> float | None:
     earlier = [ledger for n, ledger in rounds.items() if n < round]
     if any(ledger.metered < ledger.tasks for ledger in earlier):
         return None
     return sum(ledger.energy_j or 0.0 for ledger in earlier)
 
 
-def _point_j(checks: Sequence[Checked]) -> float | None:
+def _energy_per_point_j(checks: Sequence[Checked]) -> float | None:
     if not checks or not checks[0].metric.share:
         return None
     first, best = checks[0], max(checks, key=lambda check: check.value)
@@ -135,31 +126,29 @@ def _point_j(checks: Sequence[Checked]) -> float | None:
     return (best.energy_j - first.energy_j) / points
 
 
-def short(value: float) -> str:
-    """Joules as text in few digits."""
+def format_number(value: float) -> str:
+    """Return a number of joules as text: two decimals from 1 on, else three digits."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
-def joules(energy_j: float, net_j: float | None, error_j: float | None) -> str:
-    """Joules as text: in all, above idle, and their error."""
-    more = [] if net_j is None else [f"{short(net_j)} J above idle"]
-    more += [] if error_j is None else [f"± {short(error_j)} J"]
-    return f"{short(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
+def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -> str:
+    more = [] if net_j is None else [f"{format_number(net_j)} J above idle"]
+    more += [] if error_j is None else [f"± {format_number(error_j)} J"]
+    return f"{format_number(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
 
 
-def lines(found: Account) -> list[str]:
-    """Sentences on a job's energy; none if nothing was measured."""
+def format_energy_summary(found: Account) -> list[str]:
     whole = found.whole
     if whole.energy_j is None or whole.task_j is None:
         return []
-    parts = [f"{short(whole.task_j)} J per task"]
+    parts = [f"{format_number(whole.task_j)} J per task"]
     if found.rounds:
-        parts.append(f"{short(whole.energy_j / len(found.rounds))} J per round")
+        parts.append(f"{format_number(whole.energy_j / len(found.rounds))} J per round")
     if whole.example_j is not None:
-        parts.append(f"{short(whole.example_j)} J per example")
+        parts.append(f"{format_number(whole.example_j)} J per example")
     if found.point_j is not None:
-        parts.append(f"{short(found.point_j)} J per point of {found.checks[0].metric.title}")
-    took = joules(whole.energy_j, whole.net_j, whole.energy_error_j)
+        parts.append(f"{format_number(found.point_j)} J per point of {found.checks[0].metric.title}")
+    took = format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
     some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
     return [f"energy: {took} for {tasks}{some}: {', '.join(parts)}", f"energy measured by: {whole.energy_source}"]

@@ -1,4 +1,4 @@
-"""Boards of a fleet as a table: who is there, what each does, and how it is. From what a coordinator has noted."""
+"""Table of a fleet's devices, from the data that a coordinator has stored."""
 
 from __future__ import annotations
 
@@ -18,63 +18,57 @@ STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  #
 SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
 REASON_LEAST: Final = 20  # columns for the reason of a refusal, however narrow the terminal
 HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
-LOOK_S: Final = 0.5  # between two looks of `watch`
+LOOK_S: Final = 0.5  # between two looks of `watch_devices`
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One board as it is now."""
-
     board: Board
     reading: Reading  # its latest; nothing is known where there is no recent one
 
     @property
     def state(self) -> str:
-        """State in a word: offline, silent, idle, or the step of its task."""
         if not self.board.online:
             return "silent" if self.board.silent else "offline"
         return "idle" if self.board.doing is None else self.board.doing.step
 
-    def row(self) -> dict[str, Any]:
-        """All of it for programs, times in wall-clock seconds."""
+    def to_dict(self) -> dict[str, Any]:
         told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self.board))
         reading = msgspec.structs.asdict(self.reading)
         reading["reading_at"] = reading.pop("at") or None
         return {**told, "state": self.state, **reading}
 
 
-def look(home: Path, now: float | None = None) -> list[Device]:
-    """Every board that a coordinator of this home has heard of, by name.
+def load_devices(home: Path, now: float | None = None) -> list[Device]:
+    """Return every known device of a home, sorted by name.
 
     Raises:
-        StoreError: what is kept of boards cannot be read.
+        StoreError: If the stored device data cannot be read.
     """
     with BoardStore(home) as store:
-        latest = store.latest(time.time() if now is None else now)
-        return [Device(each, latest.get(each.device, Reading(0))) for each in store.boards()]
+        latest = store.latest_readings(time.time() if now is None else now)
+        return [Device(each, latest.get(each.device, Reading(0))) for each in store.load_statuses()]
 
 
-def away(home: Path, now: float) -> str:
-    """For how long the coordinator that serves a home has not reached its broker, in words; "": it does.
+def describe_outage(home: Path, now: float) -> str:
+    """Return a text on the present outage of a coordinator's broker, or "" without an outage.
 
     Raises:
-        StoreError: what is kept of boards cannot be read.
+        StoreError: If the stored device data cannot be read.
     """
     with BoardStore(home) as store:
-        since = store.away()
-    return "" if since is None else f"its broker, which it has not reached for {units.duration(now - since)}"
+        since = store.broker_outage_start()
+    return "" if since is None else f"its broker, which it has not reached for {units.format_duration(now - since)}"
 
 
-def chosen(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | None = None) -> list[Device]:
-    """The boards that a selection by labels names and that are in a state of STATES."""
+def filter_devices(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | None = None) -> list[Device]:
     return [
         each
         for each in devices
-        if labels.selects(wanted, each.board.labels) and (state is None or state in states_of(each))
+        if labels.is_selected(wanted, each.board.labels) and (state is None or state in states_of(each))
     ]
 
 
 def states_of(device: Device) -> set[str]:
-    """Return those of STATES that a device is in."""
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:
@@ -85,39 +79,40 @@ def states_of(device: Device) -> set[str]:
 def format_devices(
     devices: Sequence[Device], now: float, *, served: bool = True, away: str = "", wide: int | None = None
 ) -> list[str]:
-    """Return the fleet as lines: a count, then each device with its description and last refusal.
+    """Return the fleet as lines: a count, then each device with its description and last decline.
 
     Args:
-        devices: to show.
-        now: wall-clock seconds.
-        served: whether a coordinator is there; without one nobody knows who is online.
-        away: as of `away`.
-        wide: largest width of a line; None: as `columns.width`.
+        devices: The devices to show.
+        now: The time in wall-clock seconds.
+        served: Whether a coordinator is running, because states are outdated otherwise.
+        away: A text on the outage of the broker, or "".
+        wide: The greatest width of a line, or None for the width of the terminal.
     """
-    wide = columns.width() if wide is None else wide
+    wide = columns.line_width() if wide is None else wide
     told = [_format_counts(devices)]
     if not served:
         told.append("no coordinator serves this home: the boards are shown as the last one knew them")
     elif away:
         told.append(f"the coordinator waits for {away}: the boards are shown as they were known then")
-    table = columns.table([HEAD, *(_cells(each, now) for each in devices)], "<<>>>><", 10**6)
-    told += ["", _cut(table[0], wide)] if devices else []
+    table = columns.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
+    told += ["", _truncate_line(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
-        told += [_cut(line, wide), _cut(f"  {_describe_board(device.board, now)}", wide)]
-        if said := _serves(device.reading):
-            told.append(_cut(f"  {said}", wide))
+        told += [_truncate_line(line, wide), _truncate_line(f"  {_describe_device(device.board, now)}", wide)]
+        if said := _format_runner(device.reading):
+            told.append(_truncate_line(f"  {said}", wide))
         for runs in device.board.runs:
-            told.append(_cut(f"  {_runs(runs, now)}", wide))
+            told.append(_truncate_line(f"  {_format_release(runs, now)}", wide))
         if (refusal := device.board.refusal) is not None:
-            what = f" {_job(refusal.job)}, round {refusal.round}," if refusal.job else ""
-            when = units.duration(now - refusal.at)
+            what = f" {_job_name(refusal.job)}, round {refusal.round}," if refusal.job else ""
+            when = units.format_duration(now - refusal.at)
             first = f"  refused{what} {when} ago ({refusal.code}): "
-            told.append(_cut(first + shorten_error(refusal.reason, max(wide - len(first), REASON_LEAST)), wide))
+            told.append(
+                _truncate_line(first + shorten_error(refusal.reason, max(wide - len(first), REASON_LEAST)), wide)
+            )
     return told
 
 
 def _format_counts(devices: Sequence[Device]) -> str:
-    """Return how many devices there are, and how many are online, at work, offline and silent."""
     online = [each for each in devices if each.board.online]
     working = sum(each.board.doing is not None for each in online)
     boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
@@ -127,44 +122,41 @@ def _format_counts(devices: Sequence[Device]) -> str:
     return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{lost}"
 
 
-def _cells(device: Device, now: float) -> tuple[str, ...]:
+def _format_cells(device: Device, now: float) -> tuple[str, ...]:
     board, reading = device.board, device.reading
     return (
         board.device,
         device.state,
-        "-" if board.since is None else units.duration(now - board.since),
+        "-" if board.since is None else units.format_duration(now - board.since),
         "-" if reading.power_w is None else f"{reading.power_w:.3g}",
         "-" if reading.temperature_c is None else f"{reading.temperature_c:.0f}",
-        _memory(reading.task_bytes or 0, board.budget_bytes),
-        "" if board.doing is None else _doing(board.doing, now),
+        _format_memory(reading.task_bytes or 0, board.budget_bytes),
+        "" if board.doing is None else _format_task(board.doing, now),
     )
 
 
-def _memory(task: int, budget: int) -> str:
-    """What the task's process holds of what it may: "0.31/2 GB"."""
+def _format_memory(task: int, budget: int) -> str:
     if not budget:
         return "-"
-    scale, prefix = units.unit(budget)
-    return f"{_digits(task / scale, 2)}/{_digits(budget / scale, 3)} {prefix}B"
+    scale, prefix = units.select_prefix(budget)
+    return f"{_format_digits(task / scale, 2)}/{_format_digits(budget / scale, 3)} {prefix}B"
 
 
-def _digits(value: float, digits: int) -> str:
-    """A number in so many digits, and in as many more as a whole one needs: never with an exponent."""
+def _format_digits(value: float, digits: int) -> str:
     return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
-def _doing(doing: Doing, now: float) -> str:
+def _format_task(doing: Doing, now: float) -> str:
     share = f" {100 * doing.fraction:.0f} %" if doing.fraction is not None else ""
-    return f"{_job(doing.job)}, round {doing.round}:{share} {units.duration(now - doing.since)}"
+    return f"{_job_name(doing.job)}, round {doing.round}:{share} {units.format_duration(now - doing.since)}"
 
 
-def _job(run: str) -> str:
-    """Name of a run's job: its id without the time."""
+def _job_name(run: str) -> str:
+    # a run's id ends in date, time and a random part
     return run.rsplit("-", 3)[0]
 
 
-def _serves(reading: Reading) -> str:
-    """Return the answers, drift and accuracy of the model runner as text, or "" without a runner."""
+def _format_runner(reading: Reading) -> str:
     if reading.served is None and reading.drift is None and reading.accuracy is None:
         return ""
     parts = [] if reading.served is None else [f"{reading.served} answers"]
@@ -173,17 +165,15 @@ def _serves(reading: Reading) -> str:
     return f"serves: {', '.join(parts)}"
 
 
-def _runs(runs: Runs, now: float) -> str:
-    """What a board runs, and how far it is with the latest release unless it has committed that."""
+def _format_release(runs: Runs, now: float) -> str:
     what = runs.name or runs.current[:12] or "as flashed"
     if runs.phase == "committed":
-        return f"{runs.kind} {what}, for {units.duration(now - runs.at)}"
+        return f"{runs.kind} {what}, for {units.format_duration(now - runs.at)}"
     why = f": {runs.reason}" if runs.reason else ""
-    return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.duration(now - runs.at)} ago{why}"
+    return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.format_duration(now - runs.at)} ago{why}"
 
 
-def _describe_board(board: Board, now: float) -> str:
-    """Return a board's hardware, mode, agent version, clock error, last contact and labels as text."""
+def _describe_device(board: Board, now: float) -> str:
     parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
     if board.skew_s is not None and board.online:
@@ -192,24 +182,24 @@ def _describe_board(board: Board, now: float) -> str:
     if board.silent and board.since is not None:
         parts.append(f"silent since {units.format_time_of_day(board.since, now)}")
     elif (not board.online or board.quiet) and board.seen is not None:
-        parts.append(f"last heard {units.duration(now - board.seen)} ago")
+        parts.append(f"last heard {units.format_duration(now - board.seen)} ago")
     return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))
 
 
-def _cut(line: str, wide: int) -> str:
-    """A line without what would move a terminal's cursor, no longer than `wide`."""
+def _truncate_line(line: str, wide: int) -> str:
+    # unprintable characters could move the terminal's cursor
     if not line.isprintable():
         line = "".join(each if each.isprintable() else "?" for each in line)
     clean = line.rstrip()
     return clean if len(clean) <= wide else f"{clean[: wide - 1]}…"
 
 
-def watch(
+def watch_devices(
     show: Callable[[list[Device]], None],
     look: Callable[[], list[Device]],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the boards now, and again whenever something about them has changed, for ever."""
+    """Show the devices now and after every change. Never return."""
     before: list[Device] | None = None
     while True:
         now = look()

@@ -1,4 +1,4 @@
-"""A coordinator's console whose lines are log records: with `logs.as_json`, JSON with run, round and device."""
+"""Console output as log records, in JSON after `logs.as_json`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from fedquilt.coordinator.facts import AnyFact
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.views import log as sentences
 from fedquilt.coordinator.views.terminal import Console
-from fedquilt.logs import about
+from fedquilt.logs import log_ids
 
 log = logging.getLogger("fedquilt.rounds")
 
 
 class JsonConsole(Console):
-    """Logs every fact of every job, and whatever else a console says."""
-
     def __init__(self) -> None:
         super().__init__(wordy=True, named=True)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Log a fact with its ids."""
         update = getattr(fact, "update", None)
         device = getattr(fact, "device", None) or getattr(update, "device", None)
-        ids = about(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
+        ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
         level = logging.ERROR if getattr(fact, "status", "") == "failed" else logging.INFO
-        log.log(level, "%s", "; ".join(sentences.sentences(fact)), extra=ids)
+        log.log(level, "%s", "; ".join(sentences.format_single_event(fact)), extra=ids)
 
-    def say(self, first: str, *more: str) -> None:
-        """Log a sentence."""
+    def report(self, first: str, *more: str) -> None:
         log.info("%s", "; ".join((first, *more)))

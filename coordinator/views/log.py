@@ -1,4 +1,4 @@
-"""Sentences on a run's facts: printed by `fedquilt run` while they happen, by `fedquilt logs` afterwards."""
+"""Events of a run as text, for `fedquilt run` and `fedquilt logs`."""
 
 from __future__ import annotations
 
@@ -38,40 +38,34 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 """Metrics that a line does not show."""
 
 
-def closing(state: Rounds, fact: AnyFact) -> bool:
-    """Whether a fact belongs to the evaluation after the last round; `state` is the one after the fact.
+def is_of_final_evaluation(state: Rounds, fact: AnyFact) -> bool:
+    """Return whether an event belongs to the evaluation after the last round.
 
-    A round that gathers statistics for that evaluation does not.
+    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
     """
     if isinstance(fact, Committed):
         return state.checked
-    return state.over and not state.settling and getattr(fact, "round", None) == state.round
+    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
 
 
-def status(state: Rounds) -> str:
-    """How far the running round is, and how many rounds of work are done; others have a number and do not count."""
-    what = FINAL if state.over and not state.settling else f"round {state.round}"
+def format_status(state: Rounds) -> str:
+    """Return a status line: updates received and rounds completed."""
+    what = FINAL if state.is_work_done and not state.settling else f"round {state.round}"
     most = len(state.asked) + len(state.answered)
     there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
-    return f"{what}: {there}; {state.counted} of at most {state.plan.rounds} rounds done"
+    return f"{what}: {there}; {state.completed_rounds} of at most {state.plan.rounds} rounds done"
 
 
 class Teller:
-    """Turns a run's facts into sentences, in order; remembers the devices selected and the round's cost so far."""
+    """Formatter of a run's events in order, which also counts the devices and costs of each round."""
 
     def __init__(self) -> None:
         self._before: Rounds | None = None  # state after the last fact told
         self._selected: set[str] = set()
         self._answered: Mapping[str, Update] = {}
 
-    def tell(self, fact: AnyFact, after: Rounds) -> list[str]:
-        """Sentences on one fact: first the event, then its reasons.
-
-        Args:
-            fact: next one of the run.
-            after: the run's state after the fact.
-        """
-        last, before = closing(after, fact), self._before
+    def format_event(self, fact: AnyFact, after: Rounds) -> list[str]:
+        last, before = is_of_final_evaluation(after, fact), self._before
         self._before = after
         if not isinstance(fact, Committed):  # of the state, which also has what was before the first fact told here
             if not self._selected:
@@ -80,39 +74,32 @@ class Teller:
                 self._selected.update(fact.devices)
             self._answered = after.answered
             if isinstance(fact, Reopened) and before is not None:
-                return [f"{FINAL if last else f'round {fact.round}'}: {_reopened(fact, before)}"]
-            return sentences(fact, last)
-        told = _committed(fact, last, list(self._answered.values()), len(self._selected))
+                return [f"{FINAL if last else f'round {fact.round}'}: {_describe_retry(fact, before)}"]
+            return format_single_event(fact, last)
+        told = _describe_commit(fact, last, list(self._answered.values()), len(self._selected))
         self._selected, self._answered = set(), {}
         return told
 
 
-def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
-    """Sentences on one fact alone; `Teller` adds the counts of its round.
-
-    Args:
-        fact: any of the run.
-        closing: the fact belongs to the evaluation after the last round.
-    """
+def format_single_event(fact: AnyFact, closing: bool = False) -> list[str]:
     if isinstance(fact, Committed):
-        return _committed(fact, closing, (), 0)
-    first, *more = _describe_fact(fact)
+        return _describe_commit(fact, closing, (), 0)
+    first, *more = _describe_event(fact)
     return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
-def _shown(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in sorted(metrics.items()))
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def _describe_fact(fact: AnyFact) -> list[str]:
-    """Return an event as lines of text."""
+def _describe_event(fact: AnyFact) -> list[str]:
     match fact:
         case Noted():
             return [fact.said]
         case Started():
             return ["started"]
         case Surveyed():
-            changes = [f"{', '.join(devices)}: {eligibility.told(c)}" for c, devices in fact.passed.items()]
+            changes = [f"{', '.join(devices)}: {eligibility.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case Asked():
@@ -125,7 +112,10 @@ def _describe_fact(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
             note = [fact.update.note] if fact.update.note else []
-            return [f"round {fact.round}: update from {_whose(fact.update)}: {took(fact.update.usage)}", *note]
+            return [
+                f"round {fact.round}: update from {_describe_sender(fact.update)}: {format_usage(fact.update.usage)}",
+                *note,
+            ]
         case Rejected():
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
         case Lost():
@@ -150,23 +140,21 @@ def _describe_fact(fact: AnyFact) -> list[str]:
 
 
 def format_end(status: str, reason: str) -> list[str]:
-    """Return the end of a run as lines: the cause, then the fix if the reason names one."""
     said = "job failed" if status == "failed" else status
     return f"{said}: {reason}".splitlines() if reason else [said]
 
 
-def _reopened(fact: Reopened, before: Rounds) -> str:
-    """Why an attempt ended without a quorum, and what follows; `before` is the state that the fact met."""
+def _describe_retry(fact: Reopened, before: Rounds) -> str:
     silent, turned = sorted(before.asked), before.declined.keys() - before.idle
     parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
     if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
-        parts.append(f"what {waits.names(refused)} sent was refused")
+        parts.append(f"what {waits.format_names(refused)} sent was refused")
     if declined := sorted(turned - before.roll):
-        parts.append(f"{waits.names(declined)} declined")
+        parts.append(f"{waits.format_names(declined)} declined")
     if before.idle:
-        parts.append(f"nothing to do for {waits.names(sorted(before.idle))}")
+        parts.append(f"nothing to do for {waits.format_names(sorted(before.idle))}")
     if silent:
-        parts.append(f"nothing from {waits.names(silent)}")
+        parts.append(f"nothing from {waits.format_names(silent)}")
     why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
     again = "starting another attempt"
     if fact.attempt == before.attempt:
@@ -174,18 +162,18 @@ def _reopened(fact: Reopened, before: Rounds) -> str:
     return f"no quorum{why} ({', '.join(parts)}); {again}"
 
 
-def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
-    """Sentences on the end of a round. Devices evaluate the state they receive, that of the round before."""
+def _describe_commit(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
+    # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
-    if (energy := _energy(updates)) is not None:
+    if (energy := _format_energy(updates)) is not None:
         counts.append(energy)
-    checked = evaluated(fact.evaluation)
+    checked = describe_evaluation(fact.evaluation)
     if closing:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
     else:
         word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
         parts = [f"{word} ({', '.join(counts)})" if counts else word]
-        parts += [_shown(fact.metrics)] if fact.metrics and not fact.notes else []
+        parts += [_format_metrics(fact.metrics)] if fact.metrics and not fact.notes else []
         if checked:
             when = "at the start" if not fact.round else f"after round {fact.round - 1}"
             parts.append(f"{when}: {', '.join(checked)}")
@@ -193,76 +181,79 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def evaluated(sums: EvaluationSums | None) -> list[str]:
-    """Describe an evaluation: the main metric, then its worst tenth and spread over devices, then other metrics."""
+def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     if sums is None or not sums.examples:
         return []
-    first, *others = metrics.describe(sums, 1, skip=UNTOLD)
-    over = metrics.over_devices(sums)
+    first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)
+    over = metrics.summarise_over_devices(sums)
     if over is not None and over.devices > 1:
         main = metrics.MAIN[sums.task]
-        worst, spread = (metrics.shown(main, value, 1) for value in (over.worst_decile, over.deviation))
+        worst, spread = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.deviation))
         others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 
-def _energy(updates: Sequence[Update]) -> str | None:
-    """Energy of the devices with a meter; None: none has one."""
-    taken = costs.total(updates)
+def _format_energy(updates: Sequence[Update]) -> str | None:
+    taken = costs.sum_costs(updates)
     if taken.energy_j is None:
         return None
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
-    scale, prefix = units.unit(taken.energy_j)
+    scale, prefix = units.select_prefix(taken.energy_j)
     return f"{taken.energy_j / scale:.3g} {prefix}J{some}"
 
 
-def _whose(update: Update) -> str:
-    """Device of an update; of a site's with the number of its boards, and what they fetched and sent."""
+def _describe_sender(update: Update) -> str:
     said = update.device
     if update.boards:
         said += f" of {len(update.boards)} {'board' if len(update.boards) == 1 else 'boards'}"
     if update.below is not None:
         below = update.below
-        said += f" ({units.size(below.down_bytes)} down and {units.size(below.up_bytes)} up to them and from them)"
+        said += (
+            f" ({units.format_bytes(below.down_bytes)} down and {units.format_bytes(below.up_bytes)} up to them "
+            "and from them)"
+        )
     return said
 
 
-def took(usage: Usage) -> str:
-    """Cost of a task, without unmeasured values."""
-    scale, prefix = units.unit(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
+def format_usage(usage: Usage) -> str:
+    scale, prefix = units.select_prefix(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
-        parts.append(costs.joules(usage.energy_j, net_j, usage.energy_error_j))
+        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j))
     if usage.peak_bytes is not None:
-        parts.append(f"peak {units.size(usage.peak_bytes)}")
-    parts.append(f"{units.size(usage.down_bytes)} down, {units.size(usage.up_bytes)} up")
+        parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
+    parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
     return ", ".join(parts)
 
 
-def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None.
+def summarise_run(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
+    """Return the values for a line of `fedquilt ls`.
+
+    The value of "problem" is why the run cannot be read, or None.
 
     Args:
-        row: the run.
-        store: of the run.
-        own: run -> bytes on the disk, as of `housekeeping.own`.
+        row: The run.
+        store: The home of the run.
+        own: The bytes on disk of each run.
     """
     facts: list[AnyFact] = []
     problem = row.reason if isinstance(row, Unreadable) else None
     if isinstance(row, Row):
         try:
-            facts = [fact for _, _, fact in store.facts(row.id)]
+            facts = [fact for _, _, fact in store.read_events(row.id)]
         except JobError as error:
             problem = str(error)
-    taken = costs.account(facts)
+    taken = costs.compute_job_cost(facts)
     return {
         "run": row.id,
-        "status": store.standing(row) if isinstance(row, Row) else row.status,
+        "status": store.current_status(row) if isinstance(row, Row) else row.status,
         "waits": waits.describe_wait(row, store) if isinstance(row, Row) and not problem else None,
         "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
-        "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,
+        "rounds": progress.count_completed_rounds(facts, row.job.rounds)
+        if isinstance(row, Row) and problem is None
+        else None,
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
         "problem": problem,
         "energy_j": taken.whole.energy_j,
@@ -288,13 +279,7 @@ STATUS: Final = {
 }  # colour by status
 
 
-def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
-    """Table of `fedquilt ls`: a line for each run; one that cannot be read has a sentence instead of cells.
-
-    Args:
-        rows: of `summary`. A run's id contains its start time.
-        wide: as of `columns.table`.
-    """
+def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
     fine = [row for row in rows if row["problem"] is None]
     cells = [
         [
@@ -302,12 +287,12 @@ def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
             row["status"],
             row["method"],
             f"{row['rounds']} rounds",
-            "-" if row["energy_j"] is None else f"{costs.short(row['energy_j'])} J",
-            units.size(row["bytes"]),
+            "-" if row["energy_j"] is None else f"{costs.format_number(row['energy_j'])} J",
+            units.format_bytes(row["bytes"]),
         ]
         for row in fine
     ]
-    told = columns.table(cells, "<<<>>>", wide, STATUS)
+    told = columns.format_table(cells, "<<<>>>", wide, STATUS)
     odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
     held_up = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
     if len(told) != len(fine):  # in blocks
@@ -315,6 +300,5 @@ def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
     return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *held_up]
 
 
-def _short(value: float) -> str:
-    """Four significant digits; counts in full."""
+def _format_number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

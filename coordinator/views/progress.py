@@ -1,6 +1,6 @@
-"""Progress of a run before each round, its cost, and where its time went: from its facts alone.
+"""Progress of a run, its cost and its use of time, computed from its events.
 
-A round's check is of the state that it begins with, so its cost is that of all rounds before.
+The evaluation of a round is that of the state at its start, and costs what all earlier rounds have cost.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ Dated = tuple[float, AnyFact]  # wall-clock seconds, and the fact
 
 @dataclass(frozen=True)
 class Personal:
-    """Main metric on the devices' held-out shares: accuracy, 0..1, unless the task has another."""
-
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
@@ -33,7 +31,7 @@ class Personal:
 
 @dataclass(frozen=True)
 class Point:
-    """State of a run after some rounds. Costs are of these rounds; None: unknown for some of them."""
+    """State of a run after some rounds, with their total costs, or None where unknown."""
 
     rounds: int
     clock_s: float  # on the coordinator's clock: virtual in a simulation
@@ -49,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Split:
-    """Time of one round by use: means over the devices that answered. The parts add up to `lasted_s`."""
+    """Time of a round by use, as means over its devices. The parts add up to `lasted_s`."""
 
     round: int
     lasted_s: float
@@ -58,22 +56,17 @@ class Split:
     wait_s: float  # for others, or for the round to begin
 
 
-def personal(total: EvaluationSums | None, updates: Iterable[Update]) -> Personal | None:
-    """Summarise a round's evaluation, or return None if there is none."""
-    return of_devices(total, {update.device: update.evaluation for update in updates})
+def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> Personal | None:
+    return summarise_evaluation(total, {update.device: update.evaluation for update in updates})
 
 
-def of_devices(total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]) -> Personal | None:
-    """Summarise an evaluation, or return None if there is none.
-
-    Args:
-        total: Sum of the devices' evaluations.
-        devices: Device or site -> its evaluation.
-    """
-    main, over = metrics.main(total), metrics.over_devices(total)
+def summarise_evaluation(total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]) -> Personal | None:
+    main, over = metrics.main_metric(total), metrics.summarise_over_devices(total)
     if total is None or main is None or over is None:
         return None
-    known = {device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main(each)) is not None}
+    known = {
+        device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main_metric(each)) is not None
+    }
     return Personal(
         weighted=main[1],
         mean=over.mean,
@@ -86,14 +79,14 @@ def of_devices(total: EvaluationSums | None, devices: Mapping[str, EvaluationSum
     )
 
 
-def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
-    """Points of a run: before every committed round, and after the last one.
+def progress_points(facts: Sequence[Dated], rounds: int) -> list[Point]:
+    """Return the progress of a run before every committed round and after the last round.
 
     Args:
-        facts: dated, of the whole run.
-        rounds: number after which the job ends at the latest; one more is its closing evaluation.
+        facts: All events of the run, with their times.
+        rounds: The greatest number of rounds of the job, without the closing evaluation.
     """
-    answers = _answers(facts)
+    answers = _updates_by_round(facts)
     found: list[Point] = []
     clock_s, real_s, broken_off_s, down, up = 0.0, 0.0, 0.0, 0, 0
     boards_s: float | None = 0.0
@@ -106,7 +99,7 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
         if not isinstance(fact, Committed):
             continue
         updates = [answer.update for answer in answers.get(fact.round, ())]
-        counted, checked = fact.round - extra, personal(fact.evaluation, updates)
+        counted, checked = fact.round - extra, summarise_round(fact.evaluation, updates)
         if fact.settled:  # its cost is in the next point's sums
             extra += 1
         else:
@@ -115,7 +108,7 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
                 return found
         clock_s, real_s = clock_s + fact.took_s, real_s + broken_off_s + at - since
         broken_off_s, since, over = 0.0, at, fact.finished
-        taken = costs.total(updates)
+        taken = costs.sum_costs(updates)
         down, up = down + taken.down_bytes, up + taken.up_bytes
         if updates:
             slowest_s = max(update.usage.wall_s for update in updates)
@@ -127,8 +120,7 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
     return found
 
 
-def done(facts: Iterable[AnyFact], rounds: int) -> int:
-    """Number of completed rounds of work, without the closing evaluation. `rounds` as of `points`."""
+def count_completed_rounds(facts: Iterable[AnyFact], rounds: int) -> int:
     count, over = 0, False
     for fact in facts:
         if isinstance(fact, Committed) and not fact.settled and not over and count < rounds:
@@ -136,9 +128,8 @@ def done(facts: Iterable[AnyFact], rounds: int) -> int:
     return count
 
 
-def splits(facts: Sequence[Dated]) -> list[Split]:
-    """Split the time of every committed round; rounds without a timed answer are left out."""
-    answers = _answers(facts)
+def split_round_times(facts: Sequence[Dated]) -> list[Split]:
+    answers = _updates_by_round(facts)
     found = []
     for _, fact in facts:
         if not isinstance(fact, Committed):
@@ -150,17 +141,17 @@ def splits(facts: Sequence[Dated]) -> list[Split]:
         ]
         if not timed:
             continue
-        found.append(split(fact.round, fact.took_s, timed))
+        found.append(split_round_time(fact.round, fact.took_s, timed))
     return found
 
 
-def split(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> Split:
-    """Split the time of a round.
+def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> Split:
+    """Return the use of time in a round.
 
     Args:
-        round: its number.
-        took_s: how long the coordinator saw it last.
-        timed: of each device that answered, one at least: seconds since it was asked, and seconds at its task.
+        round: The number of the round.
+        took_s: The duration measured by the coordinator, in seconds.
+        timed: For each device, at least one, the seconds from selection to update and the seconds spent on the task.
     """
     lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
     compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
@@ -168,7 +159,7 @@ def split(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> Sp
     return Split(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)
 
 
-def _answers(facts: Sequence[Dated]) -> dict[int, list[Answered]]:
+def _updates_by_round(facts: Sequence[Dated]) -> dict[int, list[Answered]]:
     found: dict[int, list[Answered]] = {}
     for _, fact in facts:
         if isinstance(fact, Answered):

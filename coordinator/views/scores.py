@@ -1,4 +1,4 @@
-"""Evaluations of a run's global model on examples that no device has: HOME/evaluations/RUN.json."""
+"""Evaluations of a run's global model, in HOME/evaluations/RUN.json."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of the global model after some rounds, on the test set."""
-
     rounds: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
@@ -32,8 +30,6 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of the global model after some rounds, on all devices' held-out shares: values of `metric`."""
-
     rounds: int
     weighted: float  # over all held-out examples
     mean: float  # over devices, however many examples each has
@@ -43,33 +39,30 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deviation: float | None = None  # standard deviation over devices
 
     @staticmethod
-    def of(rounds: int, found: Personal) -> Held:
-        """Result from the summary of the devices' values."""
+    def from_summary(rounds: int, found: Personal) -> Held:
         own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
         return Held(rounds, *own)
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All evaluations of a run made beside its rounds, with their test set."""
-
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
     held: tuple[Held, ...] = ()
     devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
-def test_table(job: Job) -> dict[str, Any]:
-    """The test set as a [data] table: [test] over [data], split "test".
+def make_test_table(job: Job) -> dict[str, Any]:
+    """Return the test set as a [data] table: [test], completed by [data], with split "test".
 
-    A [test] with a path of its own stands alone, except for keys of [data] on how files are read (`spec.HOW`).
+    A [test] with a path of its own takes only the keys of [data] on how files are read (`spec.HOW`).
 
     Raises:
-        JobError: the job has neither.
+        JobError: If the job has neither table, or [test] does not name the arrays that [data] names.
     """
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
     alone = {"path", "sources", "synthetic"} & job.test.keys()
-    arrays = _holds_arrays(job.data)
+    arrays = _has_arrays_of_one_split(job.data)
     how = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
     odd = [] if alone or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
     if odd:
@@ -82,38 +75,32 @@ def test_table(job: Job) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
 
 
-def _holds_arrays(data: dict[str, Any]) -> bool:
-    """Whether x and y of a [data] table name arrays of one split, not columns that every split has."""
+def _has_arrays_of_one_split(data: dict[str, Any]) -> bool:
     if data.get("format", "auto") != "auto":
         return data["format"] == "npz"
     path = str(data.get("path", ""))
     return not (path.endswith(spec.TABLES) or "audio" in data or "text" in data or not Path(path).suffix)
 
 
-def file(home: Path, run: str) -> Path:
-    """Path of a run's scores."""
+def scores_path(home: Path, run: str) -> Path:
     return home / "evaluations" / f"{run}.json"
 
 
-def read(home: Path, row: Row) -> Scores:
-    """Scores of a run on the test set that its job names; without any: no scores."""
-    nothing = Scores({} if not (row.job.data or row.job.test) else test_table(row.job))
+def read_scores(home: Path, row: Row) -> Scores:
+    nothing = Scores({} if not (row.job.data or row.job.test) else make_test_table(row.job))
     try:
-        found = checked.decode(file(home, row.id).read_bytes(), Scores)
+        found = checked.decode_with_checksum(scores_path(home, row.id).read_bytes(), Scores)
     except FileNotFoundError:
         return nothing
     except checked.DamagedFileError as error:
-        log.warning("%s is damaged (%s): `fedquilt evaluate %s` makes it anew", file(home, row.id), error, row.id)
+        log.warning(
+            "%s is damaged (%s): `fedquilt evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
+        )
         return nothing
     return found if found.test == nothing.test else nothing
 
 
-def write(path: Path, found: Scores) -> None:
-    """Write scores, whole or not at all.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
+def write_scores(path: Path, found: Scores) -> None:
     with doing(f"write {path}"):
-        PRIVATE.make(path.parent)
-        PRIVATE.put(path, checked.encode(found), durable=False)
+        PRIVATE.make_folder(path.parent)
+        PRIVATE.write_atomically(path, checked.encode_with_checksum(found), durable=False)

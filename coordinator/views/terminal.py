@@ -1,4 +1,4 @@
-"""Coordinator in a terminal: runs until its job ends or it is stopped, and prints its facts."""
+"""Coordinator in a terminal, with the events of its jobs as output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedquilt.coordinator.facts import (
     Rejected,
     Rounds,
     Surveyed,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.places import Where
@@ -63,7 +63,7 @@ BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
 class Waiting:
-    """Times at which a wait is reported: soon after it begins or changes, then rarely."""
+    """Schedule of messages on a wait: soon after a change, then rarely."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # start of the present wait
@@ -71,7 +71,6 @@ class Waiting:
         self._said_s = -math.inf
 
     def line_due(self, wait: waits.Wait | None, now_s: float) -> str | None:
-        """Return the line to print now about a round's wait, or None if there is none or it is too early."""
         if wait is None:
             self._since_s = self._said = None
             return None
@@ -85,29 +84,26 @@ class Waiting:
 
 
 class UnservedError(JobError):
-    """A run is followed that no coordinator works on any more: it is interrupted, and nothing is wrong with its job."""
-
     exit_code = 130
 
 
 class Contact:
-    """Times at which loss and return of the broker are reported."""
-
     def __init__(self) -> None:
         self._connected: bool | None = None  # None: not tested yet
         self._session = 0
 
     @property
-    def away(self) -> bool:
-        """Whether the broker was away when the link was last looked at."""
+    def is_disconnected(self) -> bool:
         return self._connected is False
 
-    def line(self, connected: bool, session: int) -> str | None:
-        """Line to print now; None: nothing has changed. A link that is up at the first test is not reported.
+    def line_due(self, connected: bool, session: int) -> str | None:
+        """Return the line to print now, or None without a change.
+
+        A link that is connected at the first call is not reported.
 
         Args:
-            connected: whether the link is up.
-            session: number of sessions so far, so that a loss too short to be seen is reported too.
+            connected: Whether the link is connected.
+            session: The number of sessions so far, which reveals interruptions too short to be observed.
         """
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
@@ -119,7 +115,15 @@ class Contact:
 
 
 class Console:
-    """Prints facts as sentences; on a terminal the running round is one line, rewritten in place."""
+    """Console output of events. On a terminal, the running round is one line, rewritten in place.
+
+    Args:
+        wordy: Whether to print every event instead of one line per round.
+        named: Whether to print the run of each event, as there may be several runs.
+        clock: The clock for the printed times, in seconds.
+        mend: The advice on how to start devices that a round waits for.
+        real_clock: The clock for the frequency of status lines, in seconds.
+    """
 
     def __init__(
         self,
@@ -147,8 +151,7 @@ class Console:
         self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Print an event, or show the progress of its round on a terminal."""
-        first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
+        first, *more = self._tellers.setdefault(job.id, log.Teller()).format_event(fact, job.rounds)
         if isinstance(fact, Ended):
             del self._tellers[job.id]
         if isinstance(fact, Declined | Rejected) and not self._wordy:
@@ -160,82 +163,80 @@ class Console:
         elif not isinstance(fact, Surveyed | Asked | Answered):
             self._print_declines()
         if isinstance(fact, Surveyed | Asked | Answered | Declined | Rejected | Closed) and not self._wordy:
-            self._status(job)
+            self._show_job_status(job)
         else:
-            self.say(f"{job.id}: {first}" if self._named else first, *more)
+            self.report(f"{job.id}: {first}" if self._named else first, *more)
 
-    def rolled(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
-        """Print an event of a rollout. Print a device's report only if it failed or all events are printed."""
+    def observe_rollout(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
+        """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rollouts.Heard) or fact.phase in rollouts.FAILED:
-            self.say(f"{rollout.id}: {rollout_view.sentence(rollout, fact)}")
+            self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
     def _print_declines(self) -> None:
-        """Print the collected refusals of each round: a few of each code, and the number of the others."""
         for (run, round, code), lines in self._declines.items():
             for line in lines[:SINGLY]:
-                self.say(line)
+                self.report(line)
             if len(lines) > SINGLY:
                 more = (
                     f"round {round}: {len(lines) - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
                 )
-                self.say(f"{run}: {more}" if self._named else more)
+                self.report(f"{run}: {more}" if self._named else more)
         self._declines.clear()
 
-    def say(self, first: str, *more: str) -> None:
-        """Print a sentence with the seconds since the start, and further ones below it."""
-        told = (f"{self._stamp()} {first}", *(f"{'':11}{line}" for line in more))
-        self._line.say(*(part for line in told for part in columns.fold(line, 11)))
+    def report(self, first: str, *more: str) -> None:
+        told = (f"{self._format_elapsed()} {first}", *(f"{'':11}{line}" for line in more))
+        self._line.print_lines(*(part for line in told for part in columns.fold_line(line, 11)))
 
-    def contact(self, link: Link) -> None:
-        """Report that the broker is lost, or back."""
-        if (line := self._contact.line(link.connected, link.session)) is not None:
-            self.say(line)
+    def report_connection(self, link: Link) -> None:
+        if (line := self._contact.line_due(link.connected, link.session)) is not None:
+            self.report(line)
 
     def report_waits(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
-        """Print what each job's round waits for, once the wait has lasted a while."""
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return
         self._wait_s = now_s
-        jobs = server.jobs()
+        jobs = server.active_jobs()
         self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
         for job in jobs:
-            able = server.registry.able(job.engines, now_s)
+            able = server.registry.usable_engines(job.engines, now_s)
             state, until = server.wall_clock_state(job.id, now_s, now)
-            wait = waits.find_wait(state, job.engines, able.keys(), server.elsewhere(job.id), board, now, until)
-            if away := wait is not None and self._contact.away:  # who is online is not known then
+            wait = waits.find_wait(
+                state, job.engines, able.keys(), server.devices_of_other_jobs(job.id), board, now, until
+            )
+            if away := wait is not None and self._contact.is_disconnected:  # who is online is not known then
                 wait = AWAY
             line = self._waiting[job.id].line_due(wait, now_s)
             if line is not None and wait is not None:
-                taken = None if away else waits.taken(job.rounds, able.keys(), server.holders(job.id))
+                taken = (
+                    None
+                    if away
+                    else waits.describe_busy_devices(job.rounds, able.keys(), server.jobs_by_leased_device(job.id))
+                )
                 mend = BROKER if away else taken or (self._mend if wait.kind == "boards" else None)
-                self.say(f"{job.id}: {line}" if self._named else line, *([mend] if mend else []))
+                self.report(f"{job.id}: {line}" if self._named else line, *([mend] if mend else []))
 
-    def _status(self, job: Shown) -> None:
-        self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
+    def _show_job_status(self, job: Shown) -> None:
+        self.show_status(lambda: f"{job.id}: {log.format_status(job.rounds)}")
 
-    def status(self, line: Callable[[], str]) -> None:
-        """Show progress if it is time to: on a terminal in a line that the next one replaces."""
-        self._line.at(lambda: f"{self._stamp()} {line()}")
+    def show_status(self, line: Callable[[], str]) -> None:
+        """Show a status line on a terminal, if one is due. The next line replaces it."""
+        self._line.show_status(lambda: f"{self._format_elapsed()} {line()}")
 
-    def _stamp(self) -> str:
+    def _format_elapsed(self) -> str:
         return f"[{self._clock() - self._began_s:6.1f} s]"
 
 
 class Above(Protocol):
-    """What ties a site's coordinator to the one above it."""
+    """Connection of a site's coordinator to its parent."""
 
-    def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Take note of a fact of this coordinator."""
+    def observe(self, job: Shown, fact: AnyFact) -> None: ...
+
+    def make_endpoint(self, server: Server) -> links.Endpoint:
+        """Return an endpoint that runs the site's coordinator and the connection to the parent."""
         ...
 
-    def beside(self, server: Server) -> links.Endpoint:
-        """Endpoint that drives this coordinator and what ties it to the one above."""
-        ...
-
-    def goodbye(self) -> None:
-        """Announce that the site goes."""
-        ...
+    def announce_end(self) -> None: ...
 
 
 def run_coordinator(
@@ -251,15 +252,25 @@ def run_coordinator(
     where: Where = Where(),
     site: Above | None = None,
 ) -> None:
-    """Run a coordinator until the job `only` has ended, or until SIGINT or SIGTERM arrives.
+    """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
 
-    `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
-    signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
-    are served; `where` are places of blobs beside the broker; `site` makes this the coordinator of a site.
+    Args:
+        store: The home of the coordinator.
+        link: The connection to the broker.
+        fleet: The name of the fleet.
+        console: The output.
+        only: The id of the single job to run, or None for all jobs.
+        watch: The function called once per turn. An exception in it ends the coordinator in an orderly way.
+        identity: The certificates of a signed fleet, or None. With an identity, only authenticated messages are
+            accepted.
+        metrics: The address of the metrics exporter, HOST:PORT, or None.
+        limits: The limits of the coordinator.
+        where: The locations of blobs besides the broker.
+        site: The connection to the parent, if the coordinator is a site, or None.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's, metrics or blobs cannot be served, or
-            [sites] of limits.toml has no place here.
+        JobError: If devices would not accept the identity, metrics or blobs cannot be served, or [sites] of limits.toml
+            is not permitted here.
     """
     if limits.sites and identity is not None:
         raise JobError(
@@ -268,48 +279,56 @@ def run_coordinator(
         )
     if limits.sites and site is not None:
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
-    heap.keep_pieces()
+    heap.keep_freed_memory()
     connections.raise_descriptor_limit()
     noted = Boards(store.home)
     executor = NotedLink(
-        link, fleet, store.depot, store.next_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
+        link, fleet, store.depot, store.begin_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
     )
-    store.note_signed(identity is not None)
-    counts = Exposed(noted.boards_with_readings)
+    store.record_authentication(identity is not None)
+    counts = Exposed(noted.statuses_with_readings)
 
     def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
         if isinstance(fact, Closed) and not fact.round:
-            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.facts(job.id)))
+            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
             if warning is not None:
-                console.say(f"{job.id}: {warning}")
-        counts.observe(job, fact)
+                console.report(f"{job.id}: {warning}")
+        counts.record_event(job, fact)
         if site is not None:
             site.observe(job, fact)
 
-    around = sites.above if site is None else sites.below
+    around = sites.adapt_for_sites if site is None else sites.adapt_for_parent
     server = Server(
-        executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread(), around=around, by_wall=True
+        executor,
+        store,
+        observe,
+        only,
+        limits=limits,
+        tell=console.observe_rollout,
+        worker=Thread(),
+        around=around,
+        by_wall=True,
     )
-    endpoint = server if site is None else site.beside(server)
-    with open_metrics.serve_metrics(metrics, counts.families) as place, stopping() as stop:
+    endpoint = server if site is None else site.make_endpoint(server)
+    with open_metrics.serve_metrics(metrics, counts.metric_families) as place, catch_stop_signals() as stop:
         if place:
-            console.say(f"metrics at {place}")
-        if executor.places.served:
-            console.say(f"blobs at {executor.places.served}")
+            console.report(f"metrics at {place}")
+        if executor.places.server_address:
+            console.report(f"blobs at {executor.places.server_address}")
 
-        def ask() -> bool:
+        def should_stop() -> bool:
             watch()
-            console.contact(link)
-            console.report_waits(server, noted.current_board)
+            console.report_connection(link)
+            console.report_waits(server, noted.find_status)
             return stop()
 
         try:
-            links.run(endpoint, link, ask)
+            links.run_endpoint(endpoint, link, should_stop)
         finally:
             if site is not None:
-                site.goodbye()
-            server.goodbye()
+                site.announce_end()
+            server.shut_down()
 
 
 def print_log(
@@ -320,33 +339,35 @@ def print_log(
     json: bool = False,
     watch: Callable[[bool], None] = lambda last: None,
 ) -> None:
-    """Print a run's events with their wall-clock times, and with `follow` later ones until the run has ended.
+    """Print a run's events with their wall-clock times. With `follow`, print until the run has ended.
 
     Args:
-        store: holds the run.
-        id: of the run.
-        follow: whether to wait for later facts.
-        json: whether each fact is printed as a line of JSON.
-        watch: called after the present facts are printed; True: this is the last call.
+        store: The home of the run.
+        id: The id of the run.
+        follow: Whether to wait for later events.
+        json: Whether to print each event as a line of JSON.
+        watch: The function called after all present events are printed. The argument is whether the call is the last
+            one.
 
     Raises:
-        UnservedError: with `follow`, nobody serves the store, or nobody has for AWAY_S, so that nothing will follow.
+        JobError: If the run is deleted meanwhile.
+        UnservedError: If `follow` is set and no coordinator has run for AWAY_S.
     """
-    row, served_s, away = store.job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, waiting, teller = 0, Rounds(Plan.of(row.job)), Waiting(), log.Teller()
+    row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
+    seen, state, waiting, teller = 0, Rounds(Plan.from_job(row.job)), Waiting(), log.Teller()
     while True:
-        status = store.status(id)  # read first, so that no last fact is missed
+        status = store.stored_status(id)  # read first, so that no last fact is missed
         ended = status in ("done", "failed", "stopped")
         if not status:
             raise JobError(f"{id} has been deleted meanwhile")
-        for number, at_s, fact in store.facts(id, after=seen):
-            seen, state = number, apply(state, fact, at_s)
+        for number, at_s, fact in store.read_events(id, after=seen):
+            seen, state = number, apply_event(state, fact, at_s)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:
-                _tell(at_s, *teller.tell(fact, state))
+                _print_lines(at_s, *teller.format_event(fact, state))
         sys.stdout.flush()
-        served, now_s = store.served(), time.monotonic()
+        served, now_s = store.is_served(), time.monotonic()
         served_s = now_s if served else served_s
         gone = not served and now_s >= served_s + AWAY_S
         if not (served or gone or away or ended) and follow:
@@ -358,34 +379,38 @@ def print_log(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
-            for told in [] if json else costs.lines(costs.account(fact for _, _, fact in store.facts(id))):
+            for told in (
+                []
+                if json
+                else costs.format_energy_summary(costs.compute_job_cost(fact for _, _, fact in store.read_events(id)))
+            ):
                 print(told)
             return
-        hold = store.holds.of(id)
+        hold = store.holds.current_suspension(id)
         wait = (
             waits.Wait(str(hold), hold, "lost")
             if hold
-            else waits.describe_round_wait(row, state, waits.load_boards(store.home))
+            else waits.describe_round_wait(row, state, waits.load_device_statuses(store.home))
         )
         if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else waits.devices_of_other_runs(store, id)
             if not hold:
-                wait = waits.describe_round_wait(row, state, waits.load_boards(store.home), busy.keys()) or wait
-            taken = None if hold else waits.taken(state, waits.surveyed_devices(state), busy)
+                wait = (
+                    waits.describe_round_wait(row, state, waits.load_device_statuses(store.home), busy.keys()) or wait
+                )
+            taken = None if hold else waits.describe_busy_devices(state, waits.surveyed_devices(state), busy)
             mend = taken or (MORE if wait.kind == "boards" else None)
-            _tell(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
+            _print_lines(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
         time.sleep(0.5)
 
 
-def _tell(at_s: float, first: str, *more: str) -> None:
+def _print_lines(at_s: float, first: str, *more: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
     told = (f"{stamp}  {first}", *(f"{'':21}{line}" for line in more))
-    print("\n".join(part for line in told for part in columns.fold(line, 21)), flush=True)
+    print("\n".join(part for line in told for part in columns.fold_line(line, 21)), flush=True)
 
 
 class Stop:
-    """Becomes true when the process is told to stop."""
-
     def __init__(self) -> None:
         self.asked = False
 
@@ -395,16 +420,16 @@ class Stop:
 
 
 @contextmanager
-def stopping() -> Iterator[Stop]:
-    """Let SIGINT, SIGTERM and SIGHUP ask for an orderly end, once; the previous handlers are restored."""
+def catch_stop_signals() -> Iterator[Stop]:
+    """Catch SIGINT, SIGTERM and SIGHUP in the body as requests to stop. A second one interrupts."""
     stop = Stop()
 
-    def ask(signum: int, frame: object) -> None:
+    def request_stop(signum: int, frame: object) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield stop
     finally:

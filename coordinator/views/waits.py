@@ -1,4 +1,4 @@
-"""What a run waits for, in sentences: boards, its broker, the disk, its owner or its trigger."""
+"""Descriptions of why a run waits: for devices, broker, disk, approval or trigger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedquilt import methods, units
 from fedquilt.coordinator import eligibility, rounds, triggers
 from fedquilt.coordinator.boards import Board, Reading
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import AnyFact, Rounds, apply
+from fedquilt.coordinator.facts import AnyFact, Rounds, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store
 from fedquilt.coordinator.views import devices
@@ -22,8 +22,6 @@ from fedquilt.core import FedquiltError, JobError
 
 
 class Wait(NamedTuple):
-    """What a round waits for."""
-
     text: str  # as a sentence's end
     key: Hashable  # stays the same while only time passes
     # more devices; plug-ins on devices; devices that are offline or silent; devices at work
@@ -31,66 +29,60 @@ class Wait(NamedTuple):
 
 
 def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
-    """Return the devices at work for other running jobs of a store, with the run of each."""
     found = dict[str, str]()
-    for row in store.jobs():
+    for row in store.readable_jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(replay(row, store.facts(row.id)).asked, row.id)
+                found |= dict.fromkeys(replay_events(row, store.read_events(row.id)).asked, row.id)
     return found
 
 
-def replay(row: Row, facts: Iterable[tuple[int, float, AnyFact]]) -> Rounds:
-    """Return the job state after these events, with times in wall-clock seconds."""
-    state = Rounds(Plan.of(row.job))
+def replay_events(row: Row, facts: Iterable[tuple[int, float, AnyFact]]) -> Rounds:
+    state = Rounds(Plan.from_job(row.job))
     for _, at, fact in facts:
-        state = apply(state, fact, at)
+        state = apply_event(state, fact, at)
     return state
 
 
 def describe_wait(row: Row, store: Store) -> str | None:
-    """Return what a running, held, armed or unapproved run waits for, or None if it does not wait."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
     if row.status == ARMED:
-        told = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online(store))
-        return triggers.waits(row.job, triggers.told(row.job, told), time.time(), triggers.last_start(store, row.id))
-    standing = store.standing(row)
-    if standing == "held" and (hold := store.holds.of(row.id)) is not None:
+        told = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online_devices(store))
+        return triggers.describe_trigger_wait(
+            row.job, triggers.select_reports(row.job, told), time.time(), triggers.last_start_time(store, row.id)
+        )
+    standing = store.current_status(row)
+    if standing == "held" and (hold := store.holds.current_suspension(row.id)) is not None:
         return str(hold)
     if standing != "running":
         return None
-    if row.origin == "run" and (away := devices.away(store.home, time.time())):
+    if row.origin == "run" and (away := devices.describe_outage(store.home, time.time())):
         return f"{away}: what is known of boards is as of then"
-    state = replay(row, store.facts(row.id))
+    state = replay_events(row, store.read_events(row.id))
     if state.phase not in ("selecting", "open"):
         return None
-    wait = describe_round_wait(row, state, load_boards(store.home), devices_of_other_runs(store, row.id).keys())
+    wait = describe_round_wait(
+        row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys()
+    )
     return None if wait is None else wait.text
 
 
-def load_boards(home: Path) -> dict[str, Board]:
-    """Return the boards of a home by name, as the coordinator has stored them."""
+def load_device_statuses(home: Path) -> dict[str, Board]:
     with BoardStore(home) as store:
-        return {each.device: each for each in store.boards()}
+        return {each.device: each for each in store.load_statuses()}
 
 
 def describe_round_wait(
     row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()
 ) -> Wait | None:
-    """Return what the round of a job's log waits for, or None as `find_wait` does.
-
-    Args:
-        row: The job.
-        state: State of the job's log, with times in wall-clock seconds.
-        boards: The devices of the home by name.
-        busy: Devices that other jobs have leased.
-    """
     try:
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
-    return find_wait(state, engines, surveyed_devices(state), busy, boards.get, time.time(), rounds.next_s(state))
+    return find_wait(
+        state, engines, surveyed_devices(state), busy, boards.get, time.time(), rounds.next_decision_s(state)
+    )
 
 
 def surveyed_devices(state: Rounds) -> set[str]:
@@ -98,9 +90,8 @@ def surveyed_devices(state: Rounds) -> set[str]:
     return {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
 
 
-def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
-    """Boards that are online as their coordinator last knew them, with their latest readings."""
-    for each in devices.look(store.home):
+def _online_devices(store: Store) -> Iterator[tuple[Board, Reading]]:
+    for each in devices.load_devices(store.home):
         if each.board.online:
             yield each.board, each.reading
 
@@ -114,25 +105,25 @@ def find_wait(
     now: float = 0.0,
     until: float = 0.0,
 ) -> Wait | None:
-    """Return what the running round waits for, or None if all its devices are at work, or nothing runs.
+    """Return why the running round waits, or None if all its devices are at work.
 
-    Return None if no round is selecting or open. Return None as well until the first update arrives, if no selected
-    device is offline, silent or at another job's task.
+    Return None as well if no round is running. Before the first update, return None unless a selected device is
+    offline, silent, or at work for another job.
 
     Args:
-        state: of the run.
-        engines: names of those that can run the job.
-        able: devices that are online and have one of the engines.
-        busy: devices that other jobs have.
-        board: gives what is known of a device.
-        now: wall-clock seconds.
-        until: deadline of the round in wall-clock seconds, not after `now` if it is not known.
+        state: The job state.
+        engines: The names of the engines that can run the job.
+        able: The online devices with one of these engines.
+        busy: The devices leased to other jobs.
+        board: The function that returns the status of a device, or None.
+        now: The time in wall-clock seconds.
+        until: The round's deadline in wall-clock seconds, not after `now` if unknown.
     """
     if state.phase not in ("selecting", "open"):
         return None
     if state.asked:
-        return _wait_for_asked(state, able, busy, board, now, until)
-    lacking = [device for device, code in state.passed.items() if eligibility.key(code) == "plugin"]
+        return _wait_for_selected(state, able, busy, board, now, until)
+    lacking = [device for device, code in state.passed.items() if eligibility.reason_key(code) == "plugin"]
     able = set(able).difference(lacking)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
@@ -140,31 +131,30 @@ def find_wait(
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        least = rounds.needed(state) - len(able)
-        text = f"{there}, at least {rounds.needed(state)} needed{_lacking(state, lacking)}"
+        least = rounds.devices_to_start(state) - len(able)
+        text = f"{there}, at least {rounds.devices_to_start(state)} needed{_describe_missing_plugins(state, lacking)}"
         return Wait(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
-    if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
-        text = f"other devices: {names(sorted(state.declined))} declined"
+    if rounds.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
+        text = f"other devices: {format_names(sorted(state.declined))} declined"
         return Wait(f"{text}{_format_deadline(until, now)}", text, "lost")
     want = rounds.updates_to_close(state, able - state.passed.keys())
     quorum = rounds.quorum(state, want)
     text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
     kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
-    return Wait(f"{text}{_format_deadline(until, now)}{_lacking(state, lacking)}", text, kind)
+    return Wait(f"{text}{_format_deadline(until, now)}{_describe_missing_plugins(state, lacking)}", text, kind)
 
 
-def _lacking(state: Rounds, devices: Sequence[str]) -> str:
-    """Return which of these devices lack which plug-in, and the fix, as the end of a sentence."""
+def _describe_missing_plugins(state: Rounds, devices: Sequence[str]) -> str:
     by_code = dict[str, list[str]]()
     for device in sorted(devices):
         by_code.setdefault(state.passed[device], []).append(device)
     return "".join(
-        f"; not {names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.told(code)}"
+        f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.reason_text(code)}"
         for code, found in sorted(by_code.items())
     )
 
 
-def _wait_for_asked(
+def _wait_for_selected(
     state: Rounds,
     able: Collection[str],
     busy: AbstractSet[str],
@@ -172,7 +162,6 @@ def _wait_for_asked(
     now: float,
     until: float,
 ) -> Wait | None:
-    """Return the wait for devices that have a task and no update, or None if all seem to be at work."""
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
     for device in sorted(state.asked):
         if (why := _lost_reason(device, able, busy, board(device), now)) is None:
@@ -181,24 +170,25 @@ def _wait_for_asked(
             lost.setdefault(why, []).append(device)
     if not lost and not state.answered:
         return None
-    parts = [f"{names(devices)}, {why}" for why, devices in lost.items()]
+    parts = [f"{format_names(devices)}, {why}" for why, devices in lost.items()]
     rest = ""
-    if work and lost and _closes_without(state, able, board, [device for each in lost.values() for device in each]):
+    if work and lost and _can_close_without(state, able, board, [device for each in lost.values() for device in each]):
         parts, rest = [], f", not for {'; '.join(parts)}"
     if work and (state.answered or rest):
         since = min(state.asked_s.get(device, state.opened_s) for device in work)
         parts.append(
-            f"{names(work)}, at work for {units.duration(now - since)}" if since else f"{names(work)}, at work"
+            f"{format_names(work)}, at work for {units.format_duration(now - since)}"
+            if since
+            else f"{format_names(work)}, at work"
         )
     groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
     key = tuple(groups or work)
     return Wait(f"{'; '.join(parts)}{_format_deadline(until, now)}{rest}", key, "lost" if lost else "working")
 
 
-def _closes_without(
+def _can_close_without(
     state: Rounds, able: Collection[str], board: Callable[[str], Board | None], lost: Collection[str]
 ) -> bool:
-    """Return whether the round closes without the `lost` devices, once all others have answered."""
     if any((known := board(device)) is None or known.online for device in lost):
         return False
     gone = frozenset(lost)
@@ -208,7 +198,6 @@ def _closes_without(
 
 
 def _format_deadline(until: float, now: float) -> str:
-    """Return the round's deadline as text, or "" if it is not known or over."""
     left_s = until - now
     return f", until {units.format_time_of_day(until, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
 
@@ -216,7 +205,6 @@ def _format_deadline(until: float, now: float) -> str:
 def _lost_reason(
     device: str, able: Collection[str], busy: AbstractSet[str], board: Board | None, now: float
 ) -> str | None:
-    """Return why a device is not working on its task, or None if it seems to be at work."""
     if device in busy:
         return "at other jobs' tasks"
     if board is None:
@@ -225,24 +213,26 @@ def _lost_reason(
         since = "" if board.since is None else f" since {units.format_time_of_day(board.since, now)}"
         return f"{'silent' if board.silent else 'offline'}{since}"
     if board.quiet and board.seen is not None:
-        return f"last heard {units.duration(now - board.seen)} ago"
+        return f"last heard {units.format_duration(now - board.seen)} ago"
     return None
 
 
-def taken(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str | None:
-    """What the boards are busy with that the running round waits for; None: it waits for other boards than these.
+def describe_busy_devices(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str | None:
+    """Return which runs occupy the devices that the running round waits for.
+
+    Return None if the round needs other devices as well.
 
     Args:
-        state: of a run that waits.
-        able: as of `find_wait`.
-        busy: devices that other jobs have, with the run of each.
+        state: The state of a job that waits.
+        able: The online devices that can run the job.
+        busy: The devices leased to other jobs, with the run of each.
     """
     if state.asked:
         found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
     else:
         passed = {device for device, code in state.passed.items() if code != eligibility.BUSY}
         fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
-        least = rounds.needed(state)
+        least = rounds.devices_to_start(state)
         if state.phase == "open":
             least = rounds.quorum(state, rounds.updates_to_close(state, set(able) - passed)) - len(state.answered)
         found, lacking = fit & busy.keys(), least - len(fit)
@@ -250,10 +240,9 @@ def taken(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str 
         return None
     runs = sorted({busy[device] for device in found})
     of = {run: sorted(device for device in found if busy[device] == run) for run in runs}
-    told = "; ".join(f"{names(devices)} at a task of {run}" for run, devices in of.items())
+    told = "; ".join(f"{format_names(devices)} at a task of {run}" for run, devices in of.items())
     return f"it goes on when they are free: {told}"
 
 
-def names(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many there are besides."""
+def format_names(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""What became of each device in a round, and why it was not selected: from the log alone, as the selection was."""
+"""Outcome of each device in each round, computed from the event log."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from fedquilt.coordinator.facts import (
     Reopened,
     Rounds,
     Surveyed,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log
-from fedquilt.coordinator.views.devices import look
+from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.core import JobError
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Part of one device in one round, or the reason why it had none."""
-
     code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
     text: str
     place: int | None = None  # of "not drawn": position in the order of selection, from 1
@@ -40,37 +38,38 @@ class Part:
     wanted: int | None = None  # number of devices selected
 
 
-def of(store: Store, run: str) -> Parts:
-    """Parts of a run in the store, by its id or its job's name.
+def load_outcomes(store: Store, run: str) -> Parts:
+    """Return the outcomes of a run, found by its id or its job's name.
 
     Raises:
-        StoreError: there is no such run, or it cannot be read.
+        StoreError: If the run does not exist or cannot be read.
     """
-    row = store.job(run)
-    told = Parts(Plan.of(row.job))
-    for _, _, fact in store.facts(row.id):
-        told.add_fact(fact)
-    if store.standing(row) == "running":
-        _hold(
+    row = store.find_job(run)
+    told = Parts(Plan.from_job(row.job))
+    for _, _, fact in store.read_events(row.id):
+        told.apply_event(fact)
+    if store.current_status(row) == "running":
+        _mark_queued_uploads(
             told.found,
             row.id,
-            {each.board.device: doing for each in look(store.home) if (doing := each.board.doing)},
+            {each.board.device: doing for each in load_devices(store.home) if (doing := each.board.doing)},
         )
     return told
 
 
 def warn_of_weights(store: Store, job: Job, facts: Iterable[AnyFact]) -> str | None:
-    """Return a warning that one device of a job can outweigh the others, or None.
+    """Return a warning if one device of a job can outweigh the others, or None.
 
-    A home without certificates and limits.toml gets none: whoever reaches its broker can speak for any device anyway.
+    There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
+    device.
 
     Args:
-        store: The store of the home.
-        job: Settings of the job.
-        facts: Log of the job.
+        store: The home of the job.
+        job: The settings of the job.
+        facts: The events of the job.
     """
     bounded = job.cohort.max_examples is not None or job.method == "robust"
-    if bounded or not (store.signed() or (store.home / limits.FILE).exists()):
+    if bounded or not (store.was_authenticated() or (store.home / limits.FILE).exists()):
         return None
     devices, by_examples = set[str](), False
     for fact in facts:
@@ -87,8 +86,7 @@ def warn_of_weights(store: Store, job: Job, facts: Iterable[AnyFact]) -> str | N
     )
 
 
-def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
-    """Name the boards whose update waits for its turn to be sent, as their coordinator has noted it."""
+def _mark_queued_uploads(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
     others = sum(each.step == "sending" for each in doing.values())
     first = (
         f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
@@ -102,32 +100,32 @@ def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Do
             found[each.round][device] = Part("asked", said)
 
 
-def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
-    """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
+def outcomes_by_round(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     told = Parts(plan)
     for fact in facts:
-        told.add_fact(fact)
+        told.apply_event(fact)
     return told.found
 
 
 class Parts:
-    """Parts of a run's devices, brought up to date fact by fact.
+    """Outcomes of a run's devices, updated event by event.
 
     Args:
-        plan: constants of the run's job.
+        plan: The parameters of the run's job.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.state = Rounds(plan)  # after the last fact
-        self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
+        self.found: dict[
+            int, dict[str, Part]
+        ] = {}  # as of `outcomes_by_round`; whoever follows a run may drop earlier rounds
         self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
 
-    def add_fact(self, fact: AnyFact, at: float = 0.0) -> None:
-        """Apply the run's next event to the parts of its devices."""
+    def apply_event(self, fact: AnyFact, at: float = 0.0) -> None:
         state, found = self.state, self.found
         match fact:
             case Asked():
-                _add(found, fact.round, _chosen(state, fact), anew=fact.devices)
+                _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
             case Declined():
                 found[fact.round][fact.device] = Part("declined", f"declined ({fact.code}): {fact.reason}")
             case Rejected():
@@ -152,14 +150,15 @@ class Parts:
                     )
             case _:
                 pass
-        self.state = state = apply(state, fact, at)
-        if log.closing(state, fact):
+        self.state = state = apply_event(state, fact, at)
+        if log.is_of_final_evaluation(state, fact):
             self.final = getattr(fact, "round", None)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
-                device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
+                device: Part(eligibility.reason_key(code), eligibility.reason_text(code))
+                for device, code in state.passed.items()
             }
-            _add(found, fact.round, barred)
+            _set_outcomes(found, fact.round, barred)
 
 
 ASKED: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
@@ -171,16 +170,17 @@ _UNTIL_THE_END: Final = {
 }
 
 
-def _add(found: dict[int, dict[str, Part]], round: int, told: Mapping[str, Part], anew: Iterable[str] = ()) -> None:
-    """Note parts of a round. What became of a device that was asked stays, unless it is asked `anew`."""
+def _set_outcomes(
+    found: dict[int, dict[str, Part]], round: int, told: Mapping[str, Part], anew: Iterable[str] = ()
+) -> None:
+    # a device that was selected keeps its outcome, unless it is selected anew
     known, again = found.setdefault(round, {}), set(anew)
     for device, part in told.items():
         if device in again or device not in known or known[device].code not in ASKED:
             known[device] = part
 
 
-def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
-    """Reasons for devices not asked in this attempt."""
+def _selection_outcomes(state: Rounds, fact: Asked) -> Mapping[str, Part]:
     settled = {*state.asked, *state.answered, *state.declined}
     free = state.eligible - settled
     since = {device: state.since.get(device, 0) for device in free}
@@ -188,12 +188,12 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
     wanted = len(fact.devices)
     silent = [device for device in state.silent if device in free]
     fresh = free.difference(silent)
-    drawn = cohort.places(
+    drawn = cohort.rank_devices(
         state.plan.seed, fact.round, fresh, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
     )
     order = [*drawn, *silent]
     told = {
-        device: Part(eligibility.key(code), eligibility.told(code))
+        device: Part(eligibility.reason_key(code), eligibility.reason_text(code))
         for device, code in state.passed.items()
         if device not in settled
     }
@@ -203,15 +203,13 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
     return {**told, **dict.fromkeys(fact.devices, Part("asked", "selected"))}
 
 
-def lines(told: Parts, round: int | None = None, device: str | None = None) -> list[str]:
-    """Parts as text: each round's devices grouped by their part, or one device's part in each round.
-
-    The evaluation after the last round has the name that `fedquilt logs` gives it.
+def format_outcomes(told: Parts, round: int | None = None, device: str | None = None) -> list[str]:
+    """Return outcomes as text: by round and outcome, or of one device in every round.
 
     Raises:
-        JobError: there is no such round or device in the log.
+        JobError: If the log does not contain the round or the device.
     """
-    chosen = select(told.found, round, device)
+    chosen = filter_outcomes(told.found, round, device)
     names = {number: log.FINAL if number == told.final else f"round {number}" for number in chosen}
     if device is not None:
         return [f"{names[number]}: {parts[device].text}" for number, parts in chosen.items()]
@@ -224,33 +222,30 @@ def lines(told: Parts, round: int | None = None, device: str | None = None) -> l
                 groups.setdefault(f"not drawn, by place ({part.wanted} of {part.of} selected)", []).append(name)
             else:
                 groups.setdefault(part.text, []).append(name)
-        shown += [f"  {text}: {_names(members)}" for text, members in groups.items()]
+        shown += [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
     return shown
 
 
-def select(
+def filter_outcomes(
     found: Mapping[int, Mapping[str, Part]], round: int | None, device: str | None
 ) -> dict[int, dict[str, Part]]:
-    """The parts of one round, of one device, or both.
-
-    Raises:
-        JobError: there is no such round or device in the log.
-    """
     if round is not None and round not in found:
-        raise JobError(f"there has been no round {round}; rounds so far: {_span(sorted(found))}")
+        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(sorted(found))}")
     chosen = {number: dict(parts) for number, parts in sorted(found.items()) if round in (None, number)}
     if device is None:
         return chosen
     known = {name for parts in found.values() for name in parts}
     if device not in known:
-        raise JobError(f"the run has not heard of a device {device!r}; it knows {_names(sorted(known)) or 'none'}")
+        raise JobError(
+            f"the run has not heard of a device {device!r}; it knows {_format_names(sorted(known)) or 'none'}"
+        )
     unheard = Part("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
 
 
-def _names(names: Sequence[str], most: int = 12) -> str:
+def _format_names(names: Sequence[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _format_range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

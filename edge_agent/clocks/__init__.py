@@ -1,1 +1,1 @@
-"""Clock control: a helper that runs as root, and the agent's client for it."""
+"""Clock control: a helper that runs as root, and the agent's client."""

@@ -1,7 +1,8 @@
-"""Client of the clock helper: one JSON line asks, one answers, on a Unix socket. Root is needed only in the helper.
+"""Client of the clock helper, over a Unix socket with one JSON line per request and response.
 
-The helper (`fedquilt.edge_agent.clocks.helper`) restores the board's own settings when this side releases, ends or
-falls silent: a holder calls `keepalive` more often than the helper's watchdog.
+Only the helper (`fedquilt.edge_agent.clocks.helper`) needs root. The helper restores the board's settings when the
+client unpins, ends or is silent: a client with pinned clocks calls `send_keepalive` more often than the helper's
+watchdog.
 """
 
 from __future__ import annotations
@@ -28,26 +29,20 @@ KEEPALIVE_S: Final = 2.0  # shortest interval between messages
 
 
 class Hold(Wired, frozen=True, tag="hold"):
-    """Request to hold the clocks at a point until release."""
-
     point: OperatingPoint
 
 
 class Keepalive(Wired, frozen=True, tag="keepalive"):
-    """Request to keep holding; refused, with the reason, if the helper has released meanwhile."""
+    """Request to keep the clocks pinned, refused if the helper has unpinned them."""
 
 
-class Release(Wired, frozen=True, tag="release"):
-    """Request to return the clocks to the board."""
+class Release(Wired, frozen=True, tag="release"): ...
 
 
-class Ask(Wired, frozen=True, tag="status"):
-    """Request for the status; any permitted client may send it, whoever holds."""
+class Ask(Wired, frozen=True, tag="status"): ...
 
 
 class Clock(Wired, frozen=True):
-    """One clock of the board, in its present state."""
-
     name: Label
     kind: Label  # cpu | gpu | emc
     listed_hz: tuple[Amount, ...]  # (): none listed, so it cannot be held
@@ -60,8 +55,6 @@ class Clock(Wired, frozen=True):
 
 
 class Status(Wired, frozen=True):
-    """Status of the helper: as root it also reads the lists in debugfs, which an agent's user may not."""
-
     clocks: tuple[Clock, ...]
     mode: Label | None = None  # nvpmodel's, as the owner has set it
     modes: tuple[Label, ...] = ()
@@ -74,7 +67,7 @@ class Status(Wired, frozen=True):
 
 
 class Answer(Wired, frozen=True):
-    """Answer to any request. A refusal has `error` alone."""
+    """Response to any request. A refusal has only `error`."""
 
     error: Annotated[str, Meta(max_length=10_000)] | None = None
     point: OperatingPoint | None = None  # to Hold: as the board reports it
@@ -85,7 +78,7 @@ Request = Hold | Keepalive | Release | Ask
 
 
 class Clocks:
-    """A connection to the helper. Every call is answered within 2 s or raises ClockError."""
+    """Connection to the clock helper. Every call returns within 2 s or raises ClockError."""
 
     def __init__(self, line: socket.socket, path: Path) -> None:
         self.point: OperatingPoint | None = None  # held now, as far as this side knows
@@ -96,42 +89,45 @@ class Clocks:
 
     @classmethod
     def connect(cls, path: Path = SOCKET) -> Clocks | None:
-        """Connect to the helper; None: there is none, or this user may not use it (that is logged)."""
-        line = _dial(path)
+        """Connect to the helper, or return None if there is none or this user lacks permission."""
+        line = _open_socket(path)
         return None if line is None else cls(line, path)
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at a point; returns the point the board reports. Reconnects to a restarted helper.
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
+        """Pin the clocks at a point. Return the point reported by the board.
+
+        Reconnects if the helper was restarted.
 
         Raises:
-            ClockError: the helper's reason; nothing is held then.
+            ClockError: If the helper refuses. Nothing is pinned then.
         """
         self.point = None
-        if self._line is not None and _left(self._line):
+        if self._line is not None and _is_closed(self._line):
             self.close()
-        self._line = self._line or _dial(self._path)
-        answer = self._ask(Hold(point=point))
+        self._line = self._line or _open_socket(self._path)
+        answer = self._send_request(Hold(point=point))
         if answer.point is None:
             self.close()
             raise ClockError(f"the clock helper at {self._path} answered beside the question")
         self.point = answer.point
         return answer.point
 
-    def release(self) -> None:
-        """Return the clocks to the board; nothing happens if none are held.
+    def unpin(self) -> None:
+        """Unpin the clocks, if pinned.
 
         Raises:
-            ClockError: something could not be restored, or the helper does not answer; it then restores by itself.
+            ClockError: If a setting could not be restored or the helper does not respond. The helper then restores by
+                itself.
         """
         if self.point is not None:
             self.point = None
-            self._ask(Release())
+            self._send_request(Release())
 
-    def keepalive(self, now_s: float) -> None:
-        """Signal that this side is alive; call it often, it sends every 2 s and only while it holds.
+    def send_keepalive(self, now_s: float) -> None:
+        """Send a keepalive, at most every 2 s and only with pinned clocks.
 
         Raises:
-            ClockError: the helper has released; gives the reason.
+            ClockError: If the helper has unpinned the clocks. The text gives the reason.
         """
         if self.point is None:
             return
@@ -139,30 +135,30 @@ class Clocks:
             return
         self._told_s = now_s
         try:
-            self._ask(Keepalive())
+            self._send_request(Keepalive())
         except ClockError:
             self.point = None
             raise
 
-    def status(self) -> Status:
-        """Status of the helper; raises ClockError if it does not answer."""
-        answer = self._ask(Ask())
+    def request_status(self) -> Status:
+        """Return the status of the helper. Raise ClockError if it does not respond."""
+        answer = self._send_request(Ask())
         return answer.status or Status(clocks=())
 
     def close(self) -> None:
-        """Close the connection: the helper returns the clocks."""
+        """Close the connection, so that the helper unpins the clocks."""
         self.point = None
         if self._line is not None:
             self._line.close()
             self._line = None
 
-    def _ask(self, request: Request) -> Answer:
+    def _send_request(self, request: Request) -> Answer:
         if self._line is None:
             raise ClockError(f"the clock helper at {self._path} is gone: see `systemctl status fedquilt-clocks`")
         try:
             self._line.settimeout(ANSWER_S)
             self._line.sendall(msgspec.json.encode(request) + b"\n")
-            answer = self._decoder.decode(self._read())
+            answer = self._decoder.decode(self._read_line())
         except (OSError, *UNDECODABLE) as error:
             self.close()
             raise ClockError(f"the clock helper at {self._path} does not answer: {error}") from None
@@ -170,8 +166,8 @@ class Clocks:
             raise ClockError(answer.error)
         return answer
 
-    def _read(self) -> bytes:
-        """Read one line within a deadline: a helper that sends byte by byte must not block this side."""
+    def _read_line(self) -> bytes:
+        # The deadline is for the whole line: a helper that sends byte by byte must not block this process.
         assert self._line is not None
         read, end_s = b"", time.monotonic() + ANSWER_S
         while not read.endswith(b"\n"):
@@ -185,12 +181,12 @@ class Clocks:
         return read
 
 
-def _left(line: socket.socket) -> bool:
-    """Whether the other side has closed: between requests nothing else is to arrive."""
+def _is_closed(line: socket.socket) -> bool:
+    # Between requests no data arrives, so a readable socket is a closed one.
     return bool(select.select([line], [], [], 0)[0])
 
 
-def _dial(path: Path) -> socket.socket | None:
+def _open_socket(path: Path) -> socket.socket | None:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.settimeout(ANSWER_S)
     try:

@@ -1,10 +1,10 @@
-"""Clock helper: the only part of fedquilt that runs as root. It sets clocks for one client at a time.
+"""Clock helper, the only part of fedquilt that runs as root.
 
-It accepts only frequencies that the board lists and that its owner's bounds permit: the power mode, --max-w and
---hottest (`fedquilt.edge_agent.clocks.envelope`). It restores the board's own settings when its client releases, hangs
-up, dies or is silent beyond the watchdog's time, when the board is too hot or its power mode is changed, when it is
-stopped itself, and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at
-a time.
+The helper sets clocks for one client at a time, and accepts only frequencies that the board lists and its owner
+permits: the power mode, --max-w and --hottest (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
+board's settings when the client unpins, disconnects, ends or is silent beyond the watchdog's time, when the board is
+too hot or its power mode changes, when the helper stops, and at its next start after a kill
+(`fedquilt.edge_agent.clocks.clock_pin`). There are no threads: one `step` runs at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedquilt.edge_agent.clocks.client import (
 )
 from fedquilt.edge_agent.clocks.controls import Lever
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.systemd import notify
+from fedquilt.systemd import send_notification
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -56,13 +56,13 @@ CLIENTS_MOST: Final = 8
 Peer = tuple[int, int, int]  # pid, uid, gid
 
 
-def peer(line: socket.socket) -> Peer:
-    """Credentials of the other end, from the kernel (SO_PEERCRED, unix(7))."""
+def peer_credentials(line: socket.socket) -> Peer:
+    """Return process, user and group of the other end (SO_PEERCRED, unix(7))."""
     return struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 
-def allowed(who: Peer, group: int | None) -> bool:
-    """Whether a peer may connect: root, the helper's own user, and members of the group."""
+def may_connect(who: Peer, group: int | None) -> bool:
+    """Return whether a peer is root, the helper's own user or a member of the group."""
     _, uid, gid = who
     if uid in (0, os.geteuid()) or (group is not None and gid == group):
         return True
@@ -75,8 +75,6 @@ def allowed(who: Peer, group: int | None) -> bool:
 
 
 class Client:
-    """One connection, and the part of its request received so far."""
-
     def __init__(self, line: socket.socket, who: Peer) -> None:
         self.line, self.who = line, who
         self.got = b""
@@ -87,14 +85,14 @@ class Client:
 
 
 class Helper:
-    """Socket of the helper and its holder. `close` restores the clocks.
+    """Socket of the clock helper and the client that has pinned the clocks.
 
     Args:
-        group: number of the group that may use it, beside root; None: root alone.
-        peer: returns the credentials of a connection.
+        group: Id of the group that may connect besides root, or None for root only.
+        peer: Function that returns the credentials of a connection.
 
     Raises:
-        StoreError: another helper uses this state or socket, or one of them cannot be made.
+        StoreError: If another helper uses the state or socket, or either cannot be created.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class Helper:
         *,
         group: int | None = None,
         watchdog_s: float = WATCHDOG_S,
-        peer: Callable[[socket.socket], Peer] = peer,
+        peer: Callable[[socket.socket], Peer] = peer_credentials,
     ) -> None:
         self._clamp, self._path, self._group, self._peer = clamp, path, group, peer
         self._watchdog_s = watchdog_s
@@ -117,39 +115,38 @@ class Helper:
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
         self._selector = selectors.DefaultSelector()
         self._clients: list[Client] = []
-        self._lock = _lock(state / "lock")
-        self._owe(clamp.recover())
-        self._door = _listen(path, group)
+        self._lock = _lock_file(state / "lock")
+        self._record_failures(clamp.restore_after_crash())
+        self._door = _listen_on_socket(path, group)
         self._selector.register(self._door, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        """Answer requests that have arrived, and release clocks that must no longer be held.
+        """Respond to requests that have arrived, and unpin clocks that must no longer be pinned.
 
         Args:
-            now_s: of any clock; one that goes backwards stands still for the watchdog.
-            wait_s: time to wait for a request.
+            now_s: Time of any clock. The watchdog ignores steps backwards.
+            wait_s: Seconds to wait for a request.
         """
         self._now_s += 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
-                self._accept()
+                self._accept_connection()
             else:
-                self._hear(key.data)
+                self._receive_requests(key.data)
         if self._holder is not None and self._now_s - self._heard_s > self._watchdog_s:
-            self._let_go(f"let go: no word from the client for {self._watchdog_s:g} s")
+            self._unpin(f"let go: no word from the client for {self._watchdog_s:g} s")
         if self._now_s - self._looked_s >= LOOK_S:
             self._looked_s = self._now_s
-            if why := self._clamp.watch():
-                self._tell(why)
-            if self._clamp.owes:
-                self._owe(self._clamp.restore())
+            if why := self._clamp.unpin_if_required():
+                self._record_loss(why)
+            if self._clamp.needs_restore:
+                self._record_failures(self._clamp.restore())
 
     def close(self) -> None:
-        """Close all connections and restore."""
         for client in list(self._clients):
-            self._hang_up(client)
-        self._owe(self._clamp.restore())
+            self._disconnect(client)
+        self._record_failures(self._clamp.restore())
         self._selector.close()
         self._door.close()
         self._path.unlink(missing_ok=True)
@@ -157,7 +154,7 @@ class Helper:
 
     # -- clients ------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         try:
             line, _ = self._door.accept()
         except OSError as error:
@@ -166,18 +163,18 @@ class Helper:
         line.setblocking(False)
         client = Client(line, self._peer(line))
         refusal = None
-        if not allowed(client.who, self._group):
+        if not may_connect(client.who, self._group):
             refusal = f"user {client.who[1]} may not set clocks here: it has to be in the helper's --group"
         elif len(self._clients) >= CLIENTS_MOST:
             refusal = f"{CLIENTS_MOST} clients speak to the helper already: let one of them hang up"
         if refusal is not None:
-            _send(client, Answer(error=refusal))
+            _send_response(client, Answer(error=refusal))
             line.close()
             return
         self._clients.append(client)
         self._selector.register(line, selectors.EVENT_READ, client)
 
-    def _hear(self, client: Client) -> None:
+    def _receive_requests(self, client: Client) -> None:
         try:
             some = client.line.recv(REQUEST_MOST_BYTES)
         except BlockingIOError:
@@ -185,51 +182,51 @@ class Helper:
         except OSError:
             some = b""
         if not some:
-            self._hang_up(client)
+            self._disconnect(client)
             return
         *requests, client.got = (client.got + some).split(b"\n")
         if max(map(len, (*requests, client.got))) > REQUEST_MOST_BYTES:
-            _send(client, Answer(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
-            self._hang_up(client)
+            _send_response(client, Answer(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
+            self._disconnect(client)
             return
         for request in requests:
-            if not _send(client, self._answer(client, request)):
-                self._hang_up(client)
+            if not _send_response(client, self._handle_request(client, request)):
+                self._disconnect(client)
                 return
 
-    def _hang_up(self, client: Client) -> None:
+    def _disconnect(self, client: Client) -> None:
         self._clients.remove(client)
         self._selector.unregister(client.line)
         client.line.close()
         if client is self._holder:
-            self._let_go(f"{client} hung up: the board's own settings are put back")
+            self._unpin(f"{client} hung up: the board's own settings are put back")
 
-    def _answer(self, client: Client, line: bytes) -> Answer:
+    def _handle_request(self, client: Client, line: bytes) -> Answer:
         try:
             request = self._decoder.decode(line)
         except UNDECODABLE as error:
             return Answer(error=f"no request that the helper knows: {error}")
         if isinstance(request, Ask):
-            return Answer(status=self._status())
+            return Answer(status=self._read_status())
         if client is self._holder:
             self._heard_s = self._now_s
         if isinstance(request, Hold):
-            return self._hold(client, request)
+            return self._pin(client, request)
         if isinstance(request, Keepalive):
             return Answer(error=None if client is self._holder else client.lost or "this client holds no clocks")
         if client is not self._holder:
             return Answer()
-        self._let_go(None)
+        self._unpin(None)
         return Answer(error=f"not all is put back: {'; '.join(self._owed)}" if self._owed else None)
 
-    def _hold(self, client: Client, request: Hold) -> Answer:
+    def _pin(self, client: Client, request: Hold) -> Answer:
         holder = self._holder
         if holder is not None and holder is not client:
             held = self._clamp.point.name if self._clamp.point is not None else ""
             return Answer(error=f"{holder} holds the clocks at {held!r}: one client at a time")
         client.lost = None
         try:
-            point = self._clamp.hold(request.point)
+            point = self._clamp.pin(request.point)
         except ClockError as error:
             self._holder = None
             return Answer(error=str(error))
@@ -239,32 +236,32 @@ class Helper:
 
     # -- letting go ---------------------------------------------------------------------------
 
-    def _let_go(self, why: str | None) -> None:
-        self._tell(why)
-        self._owe(self._clamp.restore())
+    def _unpin(self, why: str | None) -> None:
+        self._record_loss(why)
+        self._record_failures(self._clamp.restore())
 
-    def _tell(self, why: str | None) -> None:
-        """Note the loss for the holder, which reads the reason in the answer to its next keepalive."""
+    def _record_loss(self, why: str | None) -> None:
+        # The client reads the reason in the response to its next keepalive.
         if why is not None:
             log.warning("%s", why)
         if self._holder is not None:
             self._holder.lost, self._holder = why, None
 
-    def _owe(self, left: list[str]) -> None:
+    def _record_failures(self, left: list[str]) -> None:
         if tuple(left) != self._owed:
             self._owed = tuple(left)
             for sentence in left:
                 log.error("not put back: %s", sentence)
 
-    def _status(self) -> Status:
-        found = controls.discover(self._clamp.root)
-        owner = self._clamp.owner() if found.modes else None
-        most = self._clamp.bounds(found, owner)
+    def _read_status(self) -> Status:
+        found = controls.discover_controls(self._clamp.root)
+        owner = self._clamp.owner_mode() if found.modes else None
+        most = self._clamp.control_limits(found, owner)
         return Status(
-            clocks=tuple(clock(lever, most.get(lever.name)) for lever in found.found),
+            clocks=tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found),
             mode=owner,
             modes=tuple(mode.name for mode in found.modes),
-            temperature_c=controls.hottest_c(self._clamp.root),
+            temperature_c=controls.hottest_zone_c(self._clamp.root),
             hottest_c=self._clamp.hottest_c,
             max_w=self._clamp.max_w,
             holder=None if self._holder is None else str(self._holder),
@@ -273,21 +270,21 @@ class Helper:
         )
 
 
-def clock(lever: Lever, ceiling: int | None = None) -> Clock:
-    """State of a lever now; `ceiling` is its highest permitted value, in its unit."""
+def read_clock_state(lever: Lever, ceiling: int | None = None) -> Clock:
+    """Return the present state of a control. `ceiling` is its highest permitted value, in its unit."""
 
-    def hz(path: Path | None) -> float | None:
-        value = controls.number(path)
+    def read_hz(path: Path | None) -> float | None:
+        value = controls.read_number(path)
         return None if value is None or value < 0 else float(value * lever.unit_hz)
 
     return Clock(
         name=lever.name,
         kind=lever.kind,
         listed_hz=lever.listed_hz,
-        low_hz=hz(lever.low),
-        high_hz=hz(lever.high) or None,  # a cap of 0 means none
-        now_hz=hz(lever.now),
-        governor=controls.text(lever.governor),
+        low_hz=read_hz(lever.low),
+        high_hz=read_hz(lever.high) or None,  # a cap of 0 means none
+        now_hz=read_hz(lever.now),
+        governor=controls.read_line(lever.governor),
         hidden=lever.hidden,
         ceiling_hz=None if ceiling is None else float(ceiling * lever.unit_hz),
     )
@@ -296,7 +293,7 @@ def clock(lever: Lever, ceiling: int | None = None) -> Clock:
 # -- the process ----------------------------------------------------------------------------------
 
 
-def serve(
+def run_helper(
     root: Path = Path("/"),
     path: Path = SOCKET,
     state: Path = STATE,
@@ -308,11 +305,13 @@ def serve(
     watts: Callable[[OperatingPoint], float | None] | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; then restore and end. Bounds as of `Clamp`.
+    """Run the clock helper until SIGTERM, SIGINT or SIGHUP, then restore the clocks.
+
+    Limits are as in `Clamp`.
 
     Raises:
-        JobError: no such group.
-        StoreError: as in `Helper`.
+        JobError: If the group is unknown.
+        StoreError: As in `Helper`.
     """
     try:
         number = None if group is None else grp.getgrnam(group).gr_gid
@@ -325,17 +324,17 @@ def serve(
     helper = Helper(clamp, path, state, group=number, watchdog_s=watchdog_s)
     try:
         print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)
-        notify("READY=1")
+        send_notification("READY=1")
         while not ended:
             helper.step(time.monotonic(), TICK_S)
-            notify("WATCHDOG=1")
+            send_notification("WATCHDOG=1")
     finally:
-        notify("STOPPING=1")
+        send_notification("STOPPING=1")
         helper.close()
 
 
-def _lock(path: Path) -> int:
-    """Lock for the lifetime of this process: two helpers would undo each other's settings."""
+def _lock_file(path: Path) -> int:
+    # Two helpers would undo each other's settings.
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -346,8 +345,7 @@ def _lock(path: Path) -> int:
     return number
 
 
-def _listen(path: Path, group: int | None) -> socket.socket:
-    """Open a socket for its owner and group alone, from its first moment on."""
+def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -369,8 +367,7 @@ def _listen(path: Path, group: int | None) -> socket.socket:
     return door
 
 
-def _send(client: Client, answer: Answer) -> bool:
-    """Send an answer; False: the client does not read its answers, and the connection is closed."""
+def _send_response(client: Client, answer: Answer) -> bool:
     data = msgspec.json.encode(answer) + b"\n"
     try:
         return client.line.send(data) == len(data)

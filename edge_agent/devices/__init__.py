@@ -1,7 +1,7 @@
-"""Boards: meters, clocks and memory, real or simulated. One file per kind, found by its name.
+"""Devices: meters, clocks and memory, real or simulated.
 
-A file with `detect(root, *, profile, clocks, own) -> Device | None` is a kind of real board; the others hold
-common parts.
+A module with `detect(root, *, profile, clocks, own) -> Device | None` is one kind of real device and is found by its
+name. The other modules are common parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 
 
-def make(
+def create_device(
     board: str,
     root: Path = ROOT,
     *,
@@ -30,18 +30,20 @@ def make(
     connect: Callable[[], Any] | None = None,
     meter: Meter | None = None,
 ) -> Device:
-    """Device of this agent.
+    """Create the device of this agent.
 
     Args:
-        board: "auto" for this host; or a profile's name ("jetson-tx2"), or one and an operating point
-            of it ("jetson-tx2:MAXQ"), for a simulated one.
-        root: where `proc` and `sys` are.
-        profile: of this very board, as `fedquilt record` writes it; None: the one shipped for its kind, if any.
-        connect: returns the client that sets the clocks, or None; default: this machine's helper, if `root` is "/".
-        meter: additional meter of this board, from agent.toml.
+        board: "auto" for this host. For a simulated device, a profile's name with an operating point and traits if
+            needed, as in "jetson-tx2:MAXQ".
+        root: Folder of `proc` and `sys`.
+        profile: Profile of this very board, or None for the shipped profile of its kind.
+        connect: Function that returns a client of the clock helper or None. By default, this machine's helper is used
+            if `root` is "/".
+        meter: Additional meter from agent.toml.
 
     Raises:
-        JobError: no such profile or point, a profile or meter for a simulated board, or a host that cannot be read.
+        JobError: If a profile or point is unknown, a simulated device gets a profile or meter, or the host is
+            unreadable.
     """
     if board != "auto":
         if profile is not None:
@@ -52,13 +54,13 @@ def make(
             raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or say board = 'auto'")
         from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 
-        return SimulatedDevice.named(board)
+        return SimulatedDevice.from_name(board)
     if connect is None and root == ROOT:
         from fedquilt.edge_agent.clocks.client import Clocks
 
         connect = Clocks.connect
     clocks = connect() if connect is not None else None
-    for kind in sorted(_kinds(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
+    for kind in sorted(_device_modules(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
         detect = getattr(importlib.import_module(f"{__name__}.{kind}"), "detect", None)
         device = None if detect is None else detect(root, profile=profile, clocks=clocks, own=meter)
         if device is not None:
@@ -66,21 +68,21 @@ def make(
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
 
 
-def shipped(root: Path) -> profiles.Board | None:
-    """Profile that ships for the board whose files are under `root`; None: there is none for it."""
+def find_shipped_profile(root: Path) -> profiles.Board | None:
+    """Return the shipped profile of the board with its files under `root`, or None."""
     from fedquilt.edge_agent.devices import jetson, linux
 
-    return jetson.fitting(root) or linux.fitting(root, linux.FITS)
+    return jetson.find_profile(root) or linux.find_profile(root, linux.FITS)
 
 
-def meter(wanted: str | Mapping[str, Any]) -> Meter:
-    """Create the meter that agent.toml names: a class or function of an entry point or `module:name`, called once.
+def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
+    """Create the meter named in agent.toml, from an entry point or `module:name`.
 
     Args:
-        wanted: its name, or a table with `name` and the arguments of the call.
+        wanted: Name of a class or function, or a table with `name` and the arguments of the call.
 
     Raises:
-        JobError: there is none, it fails, or its result is no `fedquilt.core.Meter`; names it and the mend.
+        JobError: If the name is unknown, the call fails, or the result is no `fedquilt.core.Meter`.
     """
     table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = table.pop("name", None)
@@ -88,11 +90,11 @@ def meter(wanted: str | Mapping[str, Any]) -> Meter:
         raise JobError(
             'meter: give it a name, as in meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }'
         )
-    plugin = plugins.find("meter", name)
+    plugin = plugins.find_plugin("meter", name)
     assert plugin is not None  # fedquilt's own meters have no names: they are found by the board's files
-    factory = plugins.imported(plugin)
+    factory = plugins.import_plugin(plugin)
     if not callable(factory):
-        raise plugins.refused(plugin, "a class or function that makes a meter", factory)
+        raise plugins.wrong_kind_error(plugin, "a class or function that makes a meter", factory)
     try:
         made = factory(**table)
     except Exception as error:  # code from outside may raise anything
@@ -104,5 +106,5 @@ def meter(wanted: str | Mapping[str, Any]) -> Meter:
     return made
 
 
-def _kinds() -> set[str]:
+def _device_modules() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__)} - {"simulated"}

@@ -1,4 +1,4 @@
-"""NVIDIA's Jetson boards: rails by label, the profile by the module's part number, the mode by its name."""
+"""NVIDIA's Jetson boards: rails by label, profiles by part number of the module, and power modes."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ def detect(
     own: Meter | None = None,
     other: Callable[[], Meter | None] | None = None,
 ) -> JetsonDevice | None:
-    """Detect a Jetson; None: this host is another board.
+    """Return a Jetson device, or None if this host is another board.
 
     Args:
-        root: where `proc` and `sys` are.
-        profile: of this very board; None: the one shipped for its module.
-        clocks: client that sets the clocks; None: they are only read.
-        own: meter that agent.toml names.
-        other: makes another meter of its rails, used only if the board's own files show none; default: jtop, which
-            reads this machine, if `root` is "/".
+        root: Folder of `proc` and `sys`.
+        profile: Profile of this very board, or None for the shipped profile of its module.
+        clocks: Client that sets the clocks, or None to only read the clocks.
+        own: Meter named in agent.toml.
+        other: Function that creates another meter of the rails, used only if the board's files show none. By default,
+            jtop if `root` is "/".
     """
-    compatible = sysfs.lines(sysfs.device_tree(root) / "compatible")
+    compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
     tegra = any(board.startswith("nvidia,tegra") for board in compatible)
-    if not tegra and not sysfs.there(root / "etc/nv_tegra_release"):
+    if not tegra and not sysfs.is_visible(root / "etc/nv_tegra_release"):
         return None
     meter: Meter = Ina3221(root)
     if not meter.read(0.0).rails_w:  # no rails, or none that this user may read
-        other = other or (jtop.connect if root == Path("/") else None)
+        other = other or (jtop.connect_jtop if root == Path("/") else None)
         meter = (other() if other is not None else None) or meter
-    return JetsonDevice(root, profile=profile or fitting(root), clocks=clocks, meter=meter, own=own)
+    return JetsonDevice(root, profile=profile or find_profile(root), clocks=clocks, meter=meter, own=own)
 
 
 class JetsonDevice(LinuxDevice):
-    """A Jetson by its own files. Arguments and errors as in `LinuxDevice`; unless given, the meter is its INA3221.
+    """Jetson described by its own files, with arguments and errors of `LinuxDevice`.
 
-    Without control over its clocks, its one point is that of its present mode, if the profile has it: it cannot
-    choose others.
+    The default meter is the board's INA3221. Without control of the clocks, the only operating point is the point of
+    the present power mode, if the profile has it.
     """
 
     def __init__(
@@ -89,19 +89,18 @@ class JetsonDevice(LinuxDevice):
     ) -> None:
         super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root), own=own)
 
-    def _offered(self) -> tuple[OperatingPoint, ...]:
-        found = super()._offered()
-        held = () if self.adjustable else tuple(point for point in found if modes.same(point.name, self.mode))
+    def _current_points(self) -> tuple[OperatingPoint, ...]:
+        found = super()._current_points()
+        held = () if self.adjustable else tuple(point for point in found if modes.is_same_mode(point.name, self.mode))
         return held or found
 
 
-def fitting(root: Path) -> profiles.Board | None:
-    """Profile of the module that the device tree names, the most specific name first."""
-    for board in sysfs.lines(sysfs.device_tree(root) / "compatible"):
+def find_profile(root: Path) -> profiles.Board | None:
+    for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
             name = FITS.get(part)
             if name == NONE:
                 return None
-            if name in profiles.names():
-                return profiles.load(str(name))
+            if name in profiles.board_names():
+                return profiles.load_board_profile(str(name))
     return None

@@ -1,4 +1,4 @@
-"""Linux hosts: memory, pressure, RAPL, hwmon, batteries, temperatures; clocks if a helper sets them."""
+"""Linux hosts, with memory, pressure, power, batteries, temperatures and maybe clocks."""
 
 from __future__ import annotations
 
@@ -28,23 +28,17 @@ FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> prof
 
 
 class ClockHelper(Protocol):
-    """Client that sets clocks for a device: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
-
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at a point; returns the point the board reports."""
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
+        """Pin the clocks at a point. Return the point reported by the board."""
         ...
 
-    def release(self) -> None:
-        """Return the clocks to the board."""
+    def unpin(self) -> None: ...
+
+    def send_keepalive(self, now_s: float) -> None:
+        """Send a keepalive. Raise ClockError if the clocks have been unpinned."""
         ...
 
-    def keepalive(self, now_s: float) -> None:
-        """Signal that the holder is alive; raises ClockError once the clocks were released."""
-        ...
-
-    def status(self) -> Status:
-        """Status of the board's clocks."""
-        ...
+    def request_status(self) -> Status: ...
 
 
 def detect(
@@ -54,27 +48,27 @@ def detect(
     clocks: ClockHelper | None = None,
     own: Meter | None = None,
 ) -> LinuxDevice | None:
-    """Detect a Linux host; None: `proc/meminfo` does not exist. Arguments as of `LinuxDevice`."""
-    if not sysfs.there(root / "proc/meminfo"):
+    """Return a Linux device, or None if `proc/meminfo` does not exist. Arguments as in `LinuxDevice`."""
+    if not sysfs.is_visible(root / "proc/meminfo"):
         return None
-    known = fitting(root, FITS)
-    meter = None if known is None else pmic.connect(root)
+    known = find_profile(root, FITS)
+    meter = None if known is None else pmic.detect_pmic(root)
     return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
 
 
 class LinuxDevice:
-    """Host described by its own files. Read, hold and release it in one thread only.
+    """Host described by its own files, for use in one thread only.
 
     Args:
-        root: where `proc` and `sys` are; "/" except for tests and containers.
-        profile: speed and power of such a board at its points. None: it has no points.
-        clocks: sets the clocks; None: they are only read. Run by root, it also lists the frequencies that this
-            process may not read.
-        meter: power of the board's rails; None: hwmon.
-        own: meter that agent.toml names, such as a plug: preferred among those of equal coverage.
+        root: Folder of `proc` and `sys`, "/" except for tests and containers.
+        profile: Speed and power of such a board at its operating points, or None for no points.
+        clocks: Client that sets the clocks, or None to only read the clocks. The client also lists frequencies that
+            only root reads.
+        meter: Meter of the board's rails, or None for hwmon.
+        own: Meter named in agent.toml, such as a plug, preferred among meters of equal coverage.
 
     Raises:
-        JobError: `proc/meminfo` cannot be read.
+        JobError: If `proc/meminfo` cannot be read.
     """
 
     def __init__(
@@ -88,49 +82,51 @@ class LinuxDevice:
     ) -> None:
         self._memory = Memory(root)
         self.memory_bytes = self._memory.total_bytes
-        self.board = _board(root)
+        self.board = _board_name(root)
         self.adjustable, self.holds = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
         self._all: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
-        self._looked_s, self._mark = 0.0, modes.mark(root)  # of the latest look at the mode
+        self._looked_s, self._mark = 0.0, modes.status_fingerprint(root)  # of the latest look at the mode
         self.idle_w: float | None = None
         self.provenance = "sysfs"
-        self._status = None if clocks is None else _asked(clocks)
+        self._status = None if clocks is None else _request_status(clocks)
         if profile is not None:
-            self._all = points.fit(profile, _lists(root, self._status))
+            self._all = points.fit_points(profile, _listed_frequencies(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._root, self._clocks = root, clocks
-        self.points: tuple[OperatingPoint, ...] = self._offered()
+        self.points: tuple[OperatingPoint, ...] = self._current_points()
         self._batteries = Batteries(root / "sys/class/power_supply")
         meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
         self._meter = Widest(each for each in meters if each is not None)
-        self._sensors = [*sysfs.zones(root / "sys/class/thermal"), *_processors(root / "sys/class/hwmon")]
+        self._sensors = [
+            *sysfs.thermal_zone_files(root / "sys/class/thermal"),
+            *_processor_sensors(root / "sys/class/hwmon"),
+        ]
 
-    def read(self, now_s: float) -> Reading:
-        """Read all sensors. RAPL's counters wrap after some minutes under full load: read more often than that.
+    def read_sensors(self, now_s: float) -> Reading:
+        """Read all sensors.
 
-        Energy and power come from one meter, the widest that answers: the meter that agent.toml names,
-        batteries if they alone feed the board, a meter of the whole board, and only then RAPL's processor and memory.
+        RAPL's counters wrap after some minutes of full load and must be read more often. Energy and power come from one
+        meter, the widest that responds: batteries if they alone feed the board, a meter of the whole board, else RAPL.
         """
-        self._keep(now_s)
-        self._follow(now_s)
+        self._send_keepalive(now_s)
+        self._detect_mode_change(now_s)
         power = self._meter.read(now_s)
         return Reading(
             energy_j=power.energy_j,
             energy_source=power.source,
             power_w=power.total_w,
             rails_w=power.rails_w,
-            temperature_c=sysfs.hottest_c(self._sensors),
-            available_bytes=self._memory.available_bytes(),
-            memory_pressure=self._memory.pressure(),
-            battery=self._batteries.charge(),
-            charging=self._batteries.charging(),
+            temperature_c=sysfs.hottest_temperature_c(self._sensors),
+            available_bytes=self._memory.read_available_bytes(),
+            memory_pressure=self._memory.read_pressure(),
+            battery=self._batteries.charge_fraction(),
+            charging=self._batteries.is_charging(),
             mode=self.mode,
         )
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """See `fedquilt.core.Device`."""
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self._clocks is None:
             raise ClockError(
                 f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt clocks`"
@@ -139,78 +135,80 @@ class LinuxDevice:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
         self.holds = False
         try:
-            taken = self._clocks.hold(point)
+            taken = self._clocks.pin(point)
         except ClockError:
-            self._look()  # the owner may have changed the mode a moment ago
+            self._update_points()  # the owner may have changed the mode a moment ago
             raise
         self.holds = True
         return taken
 
-    def release(self) -> None:
-        """Release the clocks to the board's own governor."""
+    def unpin_clocks(self) -> None:
         self.holds = False
         if self._clocks is not None:
-            self._clocks.release()
+            self._clocks.unpin()
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """The measured cost."""
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         return measured
 
-    def _offered(self) -> tuple[OperatingPoint, ...]:
-        """Points within the owner's present mode: by its catalogue, and by what the clock helper permits."""
-        found = controls.discover(self._root)
+    def _current_points(self) -> tuple[OperatingPoint, ...]:
+        found = controls.discover_controls(self._root)
         told = self._status
-        self.mode = (None if told is None else told.mode) or modes.present(self._root)
-        mode = found.mode(self.mode)
-        before = {} if self._clocks is not None else {lever.name: controls.number(lever.high) for lever in found.found}
-        most = envelope.most_hz(found, envelope.bounds(found, mode, before))
+        self.mode = (None if told is None else told.mode) or modes.read_mode_name(self._root)
+        mode = found.find_mode(self.mode)
+        before = (
+            {} if self._clocks is not None else {lever.name: controls.read_number(lever.high) for lever in found.found}
+        )
+        most = envelope.permitted_hz(found, envelope.control_limits(found, mode, before))
         for clock in () if told is None else told.clocks:
             if clock.ceiling_hz is not None:
                 axis = f"{clock.kind}_hz"
                 most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
-        return envelope.offered(self._all, found, mode, most)
+        return envelope.permitted_points(self._all, found, mode, most)
 
-    def _follow(self, now_s: float) -> None:
-        """Look whether the owner has changed the mode: at nvpmodel's status, or else by asking the clock helper."""
+    def _detect_mode_change(self, now_s: float) -> None:
         if not self._all:
             return
-        mark = modes.mark(self._root)
-        asked = self._clocks is not None and now_s >= self._looked_s + ASK_S and sysfs.hidden(self._root / modes.STATUS)
+        mark = modes.status_fingerprint(self._root)
+        asked = (
+            self._clocks is not None
+            and now_s >= self._looked_s + ASK_S
+            and sysfs.is_forbidden(self._root / modes.STATUS)
+        )
         if mark != self._mark or asked:
             self._looked_s, self._mark = now_s, mark
-            self._look()
+            self._update_points()
 
-    def _look(self) -> None:
+    def _update_points(self) -> None:
         if self._clocks is not None:
-            self._status = _asked(self._clocks)
-        before, self.points = self.points, self._offered()
+            self._status = _request_status(self._clocks)
+        before, self.points = self.points, self._current_points()
         if len(before) != len(self.points):
             log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all), self.mode)
 
-    def _keep(self, now_s: float) -> None:
-        """Signal the clock helper, which releases the clocks after some seconds of silence."""
+    def _send_keepalive(self, now_s: float) -> None:
         if self._clocks is not None:
             try:
-                self._clocks.keepalive(now_s)
+                self._clocks.send_keepalive(now_s)
             except ClockError as error:
                 self.holds = False
                 log.warning("the clocks of this board are its own again: %s", error)
 
 
-def _asked(clocks: ClockHelper) -> Status | None:
-    """Status of the board from the clock helper; None if it does not answer."""
+def _request_status(clocks: ClockHelper) -> Status | None:
     try:
-        return clocks.status()
+        return clocks.request_status()
     except ClockError as error:
         log.warning("this board's clocks are known only as far as this user can read them: %s", error)
         return None
 
 
-def _lists(root: Path, told: Status | None) -> points.Lists:
-    """Frequencies of each clock from the clock helper, else from the files that this process may read."""
-    found = controls.discover(root)
-    lists = {**points.lists(found.found), **({} if told is None else points.lists(told.clocks))}
-    unknown = [lever.name for lever in found.hidden if f"{lever.kind}_hz" not in lists]
+def _listed_frequencies(root: Path, told: Status | None) -> points.Lists:
+    found = controls.discover_controls(root)
+    lists = {
+        **points.common_frequencies(found.found),
+        **({} if told is None else points.common_frequencies(told.clocks)),
+    }
+    unknown = [lever.name for lever in found.hidden_controls if f"{lever.kind}_hz" not in lists]
     if unknown:
         log.info(
             "the frequencies of %s are not known here: root alone may read them, and no clock helper tells them; "
@@ -220,23 +218,22 @@ def _lists(root: Path, told: Status | None) -> points.Lists:
     return lists
 
 
-def fitting(root: Path, fits: dict[str, str]) -> profiles.Board | None:
-    """Profile of the first of the device tree's compatible boards that has one."""
-    for board in sysfs.lines(sysfs.device_tree(root) / "compatible"):
-        if fits.get(board) in profiles.names():
-            return profiles.load(fits[board])
+def find_profile(root: Path, fits: dict[str, str]) -> profiles.Board | None:
+    """Return the profile of the first compatible name in the device tree that has one, or None."""
+    for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
+        if fits.get(board) in profiles.board_names():
+            return profiles.load_board_profile(fits[board])
     return None
 
 
-def _board(root: Path) -> str:
-    """Name of this machine in its firmware."""
-    for place in (sysfs.device_tree(root) / "model", root / "sys/class/dmi/id/product_name"):
-        if name := sysfs.line(place):
+def _board_name(root: Path) -> str:
+    for place in (sysfs.device_tree_folder(root) / "model", root / "sys/class/dmi/id/product_name"):
+        if name := sysfs.read_line(place):
             return name[:200]
     return f"linux-{platform.machine()}"
 
 
-def _processors(hwmon: Path) -> list[Path]:
-    """Temperature files of the processor, which most PCs have no thermal zone for; not of disks or radios."""
-    chips = [chip for chip in sysfs.glob(hwmon, "hwmon*") if sysfs.line(chip / "name") in PROCESSOR_CHIPS]
-    return [file for chip in chips for file in sysfs.glob(chip, "temp*_input")]
+def _processor_sensors(hwmon: Path) -> list[Path]:
+    # Most PCs have no thermal zone for the processor. Sensors of disks and radios are left out.
+    chips = [chip for chip in sysfs.list_matches(hwmon, "hwmon*") if sysfs.read_line(chip / "name") in PROCESSOR_CHIPS]
+    return [file for chip in chips for file in sysfs.list_matches(chip, "temp*_input")]

@@ -1,4 +1,4 @@
-"""Operating points of a profile on this very board: its own clocks, with the profile's speed and power."""
+"""Operating points of a profile, adjusted to the frequencies of this very board."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from fedquilt import profiles
 from fedquilt.core import OperatingPoint
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.profiles.model import AXES, name
+from fedquilt.profiles.model import AXES, format_point_name
 
 SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
@@ -21,21 +21,17 @@ Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without l
 
 
 class Listing(Protocol):
-    """A clock and its frequencies: a `controls.Lever` of this process, or a `client.Clock` of the clock helper."""
-
     @property
-    def kind(self) -> str:
-        """Kind of the clock: cpu, gpu or emc."""
-        ...
+    def kind(self) -> str: ...
 
     @property
     def listed_hz(self) -> tuple[float, ...]:
-        """Listed frequencies in hertz, ascending; (): none."""
+        """Listed frequencies in hertz, ascending, or () if none are listed."""
         ...
 
 
-def lists(clocks: Iterable[Listing]) -> Lists:
-    """Frequencies that the board lists; for several clocks of one kind, those common to all of them."""
+def common_frequencies(clocks: Iterable[Listing]) -> Lists:
+    """Return the frequencies listed by all clocks of each kind, by axis."""
     found, clocks = {}, tuple(clocks)
     for axis in AXES:
         each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
@@ -44,45 +40,43 @@ def lists(clocks: Iterable[Listing]) -> Lists:
     return found
 
 
-def fit(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
-    """Points of the profile that this board has: its modes, then its grid.
+def fit_points(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
+    """Return the operating points of a profile that this board has: modes first, then the grid.
 
-    A mode stands at the highest frequencies that the board lists up to the mode's caps. The grid is that of the
-    profile's model over the board's own clocks, if both have the same highest clocks.
-
-    A clock that the board does not list is left out of its points and stays as the board sets it. Points
-    without any clock are kept.
+    A mode is at the highest listed frequencies up to the mode's caps. The grid is computed by the profile's model for
+    the board's own clocks, if the highest clocks of both are the same. A clock without a list is left out of the points
+    and stays as the board sets it. Points without any clock are kept.
     """
     modes = {mode.name for mode in profile.points}
-    chosen = [_capped(point, own) for point in profile.operating_points() if point.name in modes]
+    chosen = [_point_at_caps(point, own) for point in profile.operating_points() if point.name in modes]
     found = [point for point in chosen if point is not None]
-    taken = {_clocks(point) for point in found}
-    for point in _regridded(profile, own):
-        if point.name not in modes and _clocks(point) not in taken:
-            taken.add(_clocks(point))
+    taken = {_clock_values(point) for point in found}
+    for point in _grid_points(profile, own):
+        if point.name not in modes and _clock_values(point) not in taken:
+            taken.add(_clock_values(point))
             found.append(point)
     return tuple(found[: profiles.MOST_POINTS])
 
 
-def watts(profile: profiles.Board, root: Path) -> Callable[[OperatingPoint], float | None]:
-    """Power by this profile of points that a client asks for, whatever power the client says.
+def power_lookup(profile: profiles.Board, root: Path) -> Callable[[OperatingPoint], float | None]:
+    """Return a function from an operating point to its watts in a profile, or None for unknown points.
 
     Args:
-        profile: of the board.
-        root: folder that has `sys`. It is read at each call, as a driver may list its clock late.
-
-    Returns:
-        A function of a point: watts of the profile's point of the same name and clocks; None: it has none.
+        profile: Profile of the board.
+        root: Folder of `sys`, read at each call because a driver may list its clock late.
     """
 
-    def look(point: OperatingPoint) -> float | None:
-        own = fit(profile, lists(controls.discover(root).found))
-        return next((each.busy_w for each in own if (each.name, _clocks(each)) == (point.name, _clocks(point))), None)
+    def find_power_w(point: OperatingPoint) -> float | None:
+        own = fit_points(profile, common_frequencies(controls.discover_controls(root).found))
+        return next(
+            (each.busy_w for each in own if (each.name, _clock_values(each)) == (point.name, _clock_values(point))),
+            None,
+        )
 
-    return look
+    return find_power_w
 
 
-def _capped(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
+def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
     clocks: dict[str, float | None] = dict.fromkeys(AXES)
     for axis in AXES:
         cap = getattr(point, axis)
@@ -95,9 +89,9 @@ def _capped(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
     return msgspec.structs.replace(point, **clocks)
 
 
-def _regridded(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
-    """The profile's grid over the board's own lists; an unlisted clock counts at the profile's highest."""
-    top = profile.top()
+def _grid_points(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
+    # A board whose highest clocks differ from the profile's has no grid, because the model is not valid for it.
+    top = profile.highest_clocks()
     for axis, hz in top.items():
         if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:
             return ()  # a board unlike the profile's: its model does not hold here
@@ -110,12 +104,12 @@ def _regridded(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...
     modes = {mode.name for mode in profile.points}
     unlisted = {axis: None for axis in AXES if axis not in own}
     grid = [point for point in board.operating_points() if point.name not in modes]
-    return tuple(msgspec.structs.replace(point, name=_called(point, own), **unlisted) for point in grid)
+    return tuple(msgspec.structs.replace(point, name=_point_name(point, own), **unlisted) for point in grid)
 
 
-def _called(point: OperatingPoint, own: Lists) -> str:
-    return name({axis: getattr(point, axis) for axis in own if getattr(point, axis) is not None})
+def _point_name(point: OperatingPoint, own: Lists) -> str:
+    return format_point_name({axis: getattr(point, axis) for axis in own if getattr(point, axis) is not None})
 
 
-def _clocks(point: OperatingPoint) -> tuple[float | None, ...]:
+def _clock_values(point: OperatingPoint) -> tuple[float | None, ...]:
     return tuple(getattr(point, axis) for axis in AXES)

@@ -1,12 +1,12 @@
-"""Simulated board: predicts the cost of work from a profile. It has no sensors of its own.
+"""Simulated device, which predicts the cost of work from a profile and has no real sensors.
 
-Time and energy are `fedquilt.cost_model`'s at the operating point it is held at. If the task declares no
-FLOPs, or the profile no speed, the time measured on this host is used, and the energy is unknown.
+Time and energy come from `fedquilt.cost_model` at the pinned operating point. If the task declares no FLOPs or the
+profile no speed, the time measured on this host is used and the energy is unknown.
 
-A real board is not its profile. `spread` makes this one slower or faster than its profile by a factor of its
-own, and `noise` every task by another: both log-normal with median 1, from the seed. Joules follow the time.
-Battery and temperature follow the work: `cost` reports work, `read` the passing of time. The temperature is
-one heat capacity behind one resistance, if the profile has [thermal]: T' = (ambient + rise * P - T) / time.
+Real boards differ from their profile. `spread` changes the speed of this device by one random factor, and `noise`
+the time of each task by another. Both are log-normal with median 1 and follow from the seed. Energy follows the time.
+Battery and temperature change with the work: `cost` reports work, `read` the passing of time. With [thermal] in the
+profile, the temperature is one heat capacity behind one resistance: T' = (ambient + rise * P - T) / time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _NOTHING = Reading()
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of one simulated board beside its profile."""
-
     battery_wh: float | None = None  # capacity; full at first. None: no battery
     noise: float = 0.0  # of each task's time: standard deviation of its logarithm, about its relative error
     spread: float = 0.0  # of the board's own factor, likewise
@@ -40,10 +38,10 @@ class Traits:
 
     @classmethod
     def parse(cls, text: str) -> Traits:
-        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7"; every part may be left out.
+        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional.
 
         Raises:
-            JobError: another name, or no number.
+            JobError: If a name is unknown or a value is no number.
         """
         told = dict(parse_qsl(text, keep_blank_values=True))
         try:
@@ -62,10 +60,13 @@ class Traits:
 
 
 class SimulatedDevice:
-    """Board predicted by its profile, held at one operating point (the profile's first unless named).
+    """Simulated device at one operating point, by default the first in its profile.
+
+    Args:
+        points: Operating points of the profile, if computed already.
 
     Raises:
-        JobError: the profile has no such point.
+        JobError: If the profile has no such point.
     """
 
     adjustable = holds = True
@@ -100,18 +101,18 @@ class SimulatedDevice:
         self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
 
     @classmethod
-    def named(cls, board: str) -> SimulatedDevice:
-        """Parse "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
+    def from_name(cls, board: str) -> SimulatedDevice:
+        """Create a device from "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
 
         Raises:
-            JobError: no such profile, point or trait.
+            JobError: If the profile, point or a trait is unknown.
         """
         place, _, traits = board.partition("?")
         name, _, point = place.partition(":")
-        return cls(_shipped(name), point or None, Traits.parse(traits), _shipped_points(name))
+        return cls(_load_profile(name), point or None, Traits.parse(traits), _load_points(name))
 
-    def read(self, now_s: float) -> Reading:
-        """Battery and temperature, if it has them; the sensors of this host are not the board's."""
+    def read_sensors(self, now_s: float) -> Reading:
+        """Return battery and temperature, if simulated. Sensors of this host are not read."""
         if not self._changes:
             return _NOTHING
         passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
@@ -119,7 +120,7 @@ class SimulatedDevice:
         while passed_s > 0:
             busy_s, watts = self._busy[0] if self._busy else (math.inf, self.idle_w)
             step_s = min(passed_s, busy_s)
-            self._pass(step_s, watts, idle=not self._busy)
+            self._advance_time(step_s, watts, idle=not self._busy)
             if self._busy:
                 self._busy[0] = (busy_s - step_s, self._busy[0][1])
                 if self._busy[0][0] <= 0:
@@ -132,88 +133,84 @@ class SimulatedDevice:
             charging=None if full_wh is None else False,
         )
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """See `fedquilt.core.Device`."""
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if point.name not in self._known:
             raise ClockError(f"board {self.board} has no operating point {point.name!r}")
         self._point = self._known[point.name]
         return self._point
 
-    def release(self) -> None:
-        """Return to the point that the board was made with."""
+    def unpin_clocks(self) -> None:
         self._point = self._own
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """Cost of a task on this board.
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
+        """Return the cost of a task on this device.
 
-        With a measured time of 0 it is a prediction, as on virtual time: nothing has happened yet.
-        With a time the task is over: it has drained the battery, and the next one has a noise of its own.
+        A measured time of 0 gives a prediction, as on virtual time. With a measured time the task is over: its energy
+        is drained from the battery, and the next task has its own noise.
         """
-        cost = self._cost(work, measured)
+        cost = self._predict_cost(work, measured)
         if measured.duration_s > 0:
             self._tasks += 1
             if self._changes and cost.energy_j is not None and cost.duration_s > 0:
                 self._busy.append((cost.duration_s, cost.energy_j / cost.duration_s))
-                self._drain(cost.energy_j)
+                self._drain_battery(cost.energy_j)
         return cost
 
-    def _cost(self, work: Work, measured: Cost) -> Cost:
-        """Cost of some work, predicted anew only if it is other work than last, at another point, or another task's."""
+    def _predict_cost(self, work: Work, measured: Cost) -> Cost:
         point, told, task = self._point, self._told, self._tasks if self._traits.noise else 0
         if told is not None and told[1] is point and told[2] == task and told[0] == work:
             return told[3]
-        duration_s = cost_model.seconds(work, point)
+        duration_s = cost_model.work_seconds(work, point)
         if duration_s is None:  # what this host took says nothing of the board, least of all its joules
-            least_s = cost_model.launch_s(work, point) if measured.duration_s else 0.0
+            least_s = cost_model.overhead_seconds(work, point) if measured.duration_s else 0.0
             return Cost(duration_s=max(measured.duration_s, least_s), point=point.name)
         duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", task)
-        duration_s = max(duration_s, cost_model.launch_s(work, point))
-        energy_j = cost_model.joules(duration_s, point)
+        duration_s = max(duration_s, cost_model.overhead_seconds(work, point))
+        energy_j = cost_model.work_joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
         cost = Cost(
             duration_s=duration_s,
             energy_j=energy_j,
             idle_j=None if self.idle_w is None else self.idle_w * duration_s,
-            energy_source=f"profile {self.board} ({self._figures(point, work)})",
+            energy_source=f"profile {self.board} ({self._describe_sources(point, work)})",
             point=point.name,
         )
         self._told = (work, point, task, cost)
         return cost
 
-    def _figures(self, point: OperatingPoint, work: Work) -> str:
-        """Where the numbers behind a prediction come from."""
+    def _describe_sources(self, point: OperatingPoint, work: Work) -> str:
         rests_on = self._rests_on.get((point.name, work.workload))
         if rests_on is None:
-            figures = self._profile.basis(point.name, *profiles.BEHIND, workload=work.workload)
+            figures = self._profile.values_behind(point.name, *profiles.BEHIND, workload=work.workload)
             rests_on = self._profile.provenance(*figures)
             self._rests_on[point.name, work.workload] = rests_on
         return rests_on
 
-    def _pass(self, seconds: float, watts: float | None, *, idle: bool) -> None:
-        """Let time pass at a power. Energy of work has been taken from the battery by `cost` already."""
+    def _advance_time(self, seconds: float, watts: float | None, *, idle: bool) -> None:
+        # `cost` has already taken the energy of work from the battery.
         if idle and watts is not None:
-            self._drain(watts * seconds)
+            self._drain_battery(watts * seconds)
         thermal = self._profile.thermal
         if thermal is not None and self._temperature_c is not None and watts is not None:
             aim_c = thermal.ambient_c.value + thermal.rise_c_per_w.value * watts
             self._temperature_c = aim_c + (self._temperature_c - aim_c) * math.exp(-seconds / thermal.time_s.value)
 
-    def _drain(self, joules: float) -> None:
+    def _drain_battery(self, joules: float) -> None:
         if self._charge_j is not None:
             self._charge_j = max(0.0, self._charge_j - joules)
 
 
 @lru_cache(maxsize=64)  # a fleet of a thousand boards has a few kinds
-def _shipped(name: str) -> profiles.Board:
-    return profiles.load(name)
+def _load_profile(name: str) -> profiles.Board:
+    return profiles.load_board_profile(name)
 
 
 @lru_cache(maxsize=64)
-def _shipped_points(name: str) -> tuple[OperatingPoint, ...]:
-    return _shipped(name).operating_points()
+def _load_points(name: str) -> tuple[OperatingPoint, ...]:
+    return _load_profile(name).operating_points()
 
 
 def _lognormal(sigma: float, *keys: object) -> float:
-    """Log-normal factor with median 1; exactly 1 if `sigma` is 0."""
+    """Return a log-normal factor with median 1, which is exactly 1 if `sigma` is 0."""
     return random.Random(derive_seed(*keys)).lognormvariate(0.0, sigma) if sigma else 1.0

@@ -1,7 +1,7 @@
-"""Engines run the arithmetic of a client half. One per file, which also has the heavy imports.
+"""Engines, which do the arithmetic of a method's client half. Heavy imports are in their modules.
 
-Engine "x" is class `XEngine` of `x_engine.py`, made with the budget of its process in bytes. An engine of another
-package is a class or function with the same argument, named by its entry point in `fedquilt.engines`.
+Engine "x" is class `XEngine` of `x_engine.py` and takes the memory budget of its process in bytes. An engine of another
+package is a class or function with the same argument, registered as an entry point in `fedquilt.engines`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ READ_BY_TASK: Final = frozenset({"numpy", "torch"})
 the files that these name, by their paths; an engine of another package may."""
 
 
-def available() -> tuple[str, ...]:
-    """Engines whose library is installed here, sorted, then those of other packages. Imports none of them."""
+def available_engines() -> tuple[str, ...]:
+    """Return the installed engines, sorted, then those of plug-ins. Imports none of them."""
     own = tuple(name for name, (library, _) in NEEDS.items() if find_spec(library) is not None)
-    return (*own, *(name for name in plugins.names("engine") if name not in NEEDS))
+    return (*own, *(name for name in plugins.plugin_names("engine") if name not in NEEDS))
 
 
-def make(name: str, budget_bytes: int) -> Engine:
-    """Make an engine; imports its library.
+def create_engine(name: str, budget_bytes: int) -> Engine:
+    """Create an engine, and import its library.
 
     Args:
-        name: one of `available`.
-        budget_bytes: most that this process may hold resident.
+        name: Name of an engine in `available_engines`.
+        budget_bytes: Most resident memory of this process.
 
     Raises:
-        JobError: unknown, or not installed; says what to install. Or a plug-in that is no engine: see `plugins`.
+        JobError: If the engine is unknown or not installed, or the plug-in provides no engine.
     """
-    if (plugin := plugins.find("engine", name, tuple(NEEDS))) is not None:
-        made = plugins.imported(plugin)
+    if (plugin := plugins.find_plugin("engine", name, tuple(NEEDS))) is not None:
+        made = plugins.import_plugin(plugin)
         if not callable(made):
-            raise plugins.refused(plugin, "a class or function that takes a budget in bytes", made)
+            raise plugins.wrong_kind_error(plugin, "a class or function that takes a budget in bytes", made)
         return made(budget_bytes)
     library, extra = NEEDS[name]
     if find_spec(library) is None:

@@ -1,4 +1,4 @@
-"""What an exported network says of itself in its file, and its inputs. Imports numpy, no engine."""
+"""Metadata and inputs of an exported network. Imports numpy but no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedquilt.graph_check import Shape
 
 
 class Exported(NamedTuple):
-    """Metadata of a network that `fedquilt export` wrote; of another's file all are None."""
+    """Metadata of a network written by `fedquilt export`. Fields of other files are None."""
 
     input: Mapping[str, Any] | None  # its [input] table, of a stitched network
     network: Mapping[str, Any] | None  # its table, of a trained one
@@ -25,20 +25,20 @@ class Exported(NamedTuple):
 
     @property
     def task(self) -> TaskKind | None:
-        """Kind of its predictions; None: it does not say."""
+        """Kind of prediction, or None if the metadata has none."""
         if self.network is not None:
-            return metrics.task_of(self.network)
+            return metrics.task_from_network(self.network)
         return None if self.labels is None else "classes"
 
-    def prepared(self, x: np.ndarray) -> np.ndarray:
-        """Network inputs (n, ...) float32 of stored examples (n, ...), as in training.
+    def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
+        """Return network inputs (n, ...) in float32 for stored examples (n, ...), as in training.
 
         Raises:
-            DataError: examples of another shape or type.
+            DataError: If the examples have another shape or type.
         """
         if self.input is not None:
-            return inputs.prepare(x, self.input)
-        made = training.features(x, self.network or {})
+            return inputs.prepare_inputs(x, self.input)
+        made = training.network_inputs(x, self.network or {})
         flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
         return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
 
@@ -47,10 +47,10 @@ def read_metadata(facts: Mapping[str, str]) -> Exported:
     """Return the metadata of an exported graph.
 
     Raises:
-        ModelError: they are not as `fedquilt export` writes them.
+        ModelError: If the metadata is not as written by `fedquilt export`.
     """
-    tables = {name: _json(facts, name, dict) for name in ("input", "network", "reading")}
-    labels = _json(facts, "labels", list)
+    tables = {name: _decode_entry(facts, name, dict) for name in ("input", "network", "reading")}
+    labels = _decode_entry(facts, "labels", list)
     if tables["input"] is not None:
         _require_input(tables["input"], "input")
     if tables["network"] is not None:
@@ -64,32 +64,34 @@ def _require_network(network: Mapping[str, Any]) -> None:
     if "input" in network:
         _require_input(network["input"], "network")
     if network.get("name") == "transformer" and not isinstance(network.get("vocabulary"), int):
-        raise _odd("network", "a transformer has a vocabulary")
+        raise _metadata_error("network", "a transformer has a vocabulary")
     try:
-        metrics.task_of(network)
+        metrics.task_from_network(network)
     except JobError as error:
-        raise _odd("network", error) from None
+        raise _metadata_error("network", error) from None
 
 
 def _require_input(table: Any, name: str) -> None:
     try:
-        found = config.convert(table, dict[str, Any], "[input]")
-        inputs.parse({key: value for key, value in found.items() if key != "standardise"})  # it has been done
+        found = config.convert_table(table, dict[str, Any], "[input]")
+        inputs.parse_input_table(
+            {key: value for key, value in found.items() if key != "standardise"}
+        )  # it has been done
     except JobError as error:
-        raise _odd(name, error) from None
+        raise _metadata_error(name, error) from None
 
 
 def _require_reading_settings(settings: Mapping[str, Any]) -> None:
     """Raise ModelError if a reading setting is unknown or invalid."""
     if odd := sorted(settings.keys() - reading.SETTINGS):
-        raise _odd("reading", f"unknown key {odd[0]!r}")
+        raise _metadata_error("reading", f"unknown key {odd[0]!r}")
     try:
         reading.spec_with_settings(settings, {"path": "."})
     except JobError as error:
-        raise _odd("reading", error) from None
+        raise _metadata_error("reading", error) from None
 
 
-def _odd(name: str, why: object = None) -> ModelError:
+def _metadata_error(name: str, why: object = None) -> ModelError:
     more = "" if why is None else f" ({why})"
     return ModelError(
         f"what its metadata say under {name!r} is not as `fedquilt export` writes it{more}: export it again"
@@ -97,28 +99,20 @@ def _odd(name: str, why: object = None) -> ModelError:
 
 
 def require_shape(made: np.ndarray, wanted: Shape) -> None:
-    """Check that prepared examples (n, ...) are what a graph takes. See `fedquilt.graph_check.Shape`.
-
-    Raises:
-        DataError: they are not; says both shapes.
-    """
+    """Raise DataError unless prepared examples (n, ...) have the shape that a graph takes."""
     given = made.shape[1:]
-    if not graph_check.fits(given, wanted):
+    if not graph_check.fits_shape(given, wanted):
         shape = graph_check.format_shape(wanted)
         raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
 
 
 def require_scores(scores: np.ndarray) -> None:
-    """Check that each example has a largest score. A label that never wins scores -inf.
-
-    Raises:
-        ModelError: If a score is NaN or infinite, or all scores of an example are -inf.
-    """
+    """Raise ModelError unless each example has a largest score. Single scores may be -inf."""
     if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
         raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
 
 
-def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:
+def _decode_entry(facts: Mapping[str, str], name: str, kind: type) -> Any:
     if name not in facts:
         return None
     try:
@@ -126,5 +120,5 @@ def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:
     except UNDECODABLE:
         found = None
     if not isinstance(found, kind):
-        raise _odd(name)
+        raise _metadata_error(name)
     return found

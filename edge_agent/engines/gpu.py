@@ -1,8 +1,8 @@
-"""Memory of a GPU: bounded while a task runs, and counted with what the task's process holds resident.
+"""GPU memory of a task's process, which is limited and counted with the resident memory.
 
-The kernel does not count what a GPU holds for a process as resident, neither in a GPU's own memory nor, on a Jetson, in
-the memory that both share. A task's budget is for the sum. torch's limit holds for its own allocator alone; the
-driver's context comes on top, and is known only where both share one memory, as what is no longer available.
+The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor. A
+task's budget is for the sum. torch's limit applies to its own allocator only. The driver's context comes on top, and
+can be measured only with shared memory, as the decrease of the available memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LEAST_SHARE: Final = 0.01  # of a GPU's memory, as a limit
 
 
 class TorchMemory:
-    """Memory that this process holds on torch's first GPU. Making one makes the driver's context.
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
 
     Args:
-        cuda: `torch.cuda`.
-        available_bytes: tells how much memory the board can still give.
+        cuda: The module `torch.cuda`.
+        available_bytes: Function that returns the available memory of the board.
     """
 
     def __init__(
@@ -38,10 +38,13 @@ class TorchMemory:
         self._context_bytes = taken if device.is_integrated else 0
 
     def begin(self, most_bytes: int) -> int:
-        """Return cached memory, forget the peak, and let torch's allocator take no more than this from now on.
+        """Release cached memory, reset the peak, and limit torch's allocator.
+
+        Args:
+            most_bytes: Most GPU memory from now on, including the context.
 
         Returns:
-            Bytes held now, the context among them.
+            Bytes in use now, including the context.
         """
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
@@ -50,5 +53,5 @@ class TorchMemory:
         return self._context_bytes + int(self._cuda.memory_reserved(0))
 
     def peak_bytes(self) -> int:
-        """Most bytes held at once since `begin`, the context among them."""
+        """Return the peak memory since `begin` in bytes, including the driver's context."""
         return self._context_bytes + int(self._cuda.max_memory_reserved(0))

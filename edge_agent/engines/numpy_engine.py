@@ -1,9 +1,9 @@
-"""Fully connected networks in numpy: for boards without torch, and as a check of the torch engine.
+"""Fully connected networks in numpy, for boards without torch and as a check of the torch engine.
 
-Takes `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
-for images. Its tensors are those of the same network in torch, `Sequential(Flatten, Linear, ReLU, ...,
-Linear)`: "1.weight" (h, d), "1.bias" (h,), "3.weight" and so on. The loss is the task's (`objectives`); steps are those
-of `torch.optim.SGD` and `Adam`. Equal input and equal generator give equal bits.
+The network table is `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
+for images. Tensors are named as in torch's `Sequential(Flatten, Linear, ReLU, ..., Linear)`: "1.weight" (h, d),
+"1.bias" (h,), "3.weight" and so on. Losses are in `objectives`. Steps equal those of `torch.optim.SGD` and `Adam`.
+Equal input and an equal generator give bit-identical results.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Network table of this engine."""
-
     name: str
     inputs: int
     classes: int
@@ -38,7 +36,6 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter names and shapes, from the input on."""
         found: dict[str, tuple[int, ...]] = {}
         for layer, (before, after) in enumerate(pairwise((self.inputs, *self.hidden, self.classes))):
             found[f"{2 * layer + 1}.weight"] = (after, before)  # every other module is a ReLU
@@ -46,14 +43,14 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Random first tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
+def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
 
     Raises:
-        ModelError: not a network of this engine.
+        ModelError: If the table is no network of this engine.
     """
-    rng = tensors.rng("mlp", seed)
-    made, shapes = {}, iter(network_of(network).shapes.items())
+    rng = tensors.seeded_rng("mlp", seed)
+    made, shapes = {}, iter(parse_network(network).shapes.items())
     for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
         bound = 1 / math.sqrt(shape[1])
         made[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
@@ -62,11 +59,11 @@ def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 class NumpyEngine:
-    """A `fedquilt.core.Trainer` for fully connected networks.
+    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`.
 
     Args:
-        budget_bytes: most that this process may hold resident.
-        base_bytes: resident size before any training.
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any training.
     """
 
     name = "numpy"
@@ -74,8 +71,7 @@ class NumpyEngine:
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES) -> None:
         self._room_bytes = budget_bytes - base_bytes
 
-    def close(self) -> None:
-        """Do nothing: no memory is held between calls."""
+    def close(self) -> None: ...
 
     @np.errstate(invalid="ignore", over="ignore")  # values that are not finite are refused through the loss
     def train(
@@ -89,16 +85,15 @@ class NumpyEngine:
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """See `fedquilt.core.Trainer`."""
-        _require_able(hooks)
-        mlp, model = _load(network, start)
+        _require_supported_hooks(hooks)
+        mlp, model = _load_network(network, start)
         objectives.require_targets(examples, mlp.classes, mlp.task)
         steps = training.Steps(len(examples), fit, progress)
         descent = Descent(mlp, model, fit, hooks)
-        at_once = self._at_once(mlp, fit.batch, copies=4 + len(hooks.anchors))
-        for order in training.orders(len(examples), fit.epochs, rng):
-            for batch in training.batches(order, fit.batch):
-                loss, gradient = _gradient(network, model, examples, batch, at_once, hooks)
+        at_once = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
+        for order in training.draw_orders(len(examples), fit.epochs, rng):
+            for batch in training.mini_batches(order, fit.batch):
+                loss, gradient = _loss_and_gradient(network, model, examples, batch, at_once, hooks)
                 steps.add_step(loss, len(batch))
                 descent.step(gradient)
         return model, steps.metrics()
@@ -107,50 +102,53 @@ class NumpyEngine:
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> EvaluationSums:
-        """See `fedquilt.core.Trainer`."""
-        _require_able(hooks)
-        mlp, model = _load(network, model)
+        _require_supported_hooks(hooks)
+        mlp, model = _load_network(network, model)
         objectives.require_targets(examples, mlp.classes, mlp.task)
         found = objectives.Evaluation(mlp.task)
-        for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
-            scores = forward(model, _inputs(network, examples.x[rows], hooks))[-1]
-            found.add(scores, examples.y[rows], float(objectives.losses(mlp.task, scores, examples.y[rows])[0].sum()))
+        for rows in training.mini_batches(
+            np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATED_AT_ONCE, copies=1)
+        ):
+            scores = forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1]
+            found.add_batch(
+                scores,
+                examples.y[rows],
+                float(objectives.losses_and_gradients(mlp.task, scores, examples.y[rows])[0].sum()),
+            )
         return found.sums()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
-        """See `fedquilt.core.Trainer`."""
-        _require_able(hooks)
+        _require_supported_hooks(hooks)
         training.require_examples(examples, each)
-        mlp, held = _load(network, model)
+        mlp, held = _load_network(network, model)
         objectives.require_targets(examples, mlp.classes, mlp.task)
-        at_once = self._at_once(mlp, each, copies=4)
+        at_once = self._micro_batch_size(mlp, each, copies=4)
         total = {name: np.zeros_like(array) for name, array in held.items()}
-        groups = list(training.batches(np.arange(len(examples)), each))
+        groups = list(training.mini_batches(np.arange(len(examples)), each))
         for rows in groups:
-            _, gradient = _gradient(network, held, examples, rows, at_once, hooks)
+            _, gradient = _loss_and_gradient(network, held, examples, rows, at_once, hooks)
             for name, array in gradient.items():
                 total[name] += np.square(array)
         return {name: array / np.float32(len(groups)) for name, array in total.items()}
 
-    def _at_once(self, mlp: Mlp, wanted: int, copies: int) -> int:
-        """Examples whose activations fit beside the weights, their gradients, momentum, and the received tensors."""
+    def _micro_batch_size(self, mlp: Mlp, wanted: int, copies: int) -> int:
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
         example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
-        return training.fitting(self._room_bytes - copies * weights, example, wanted)
+        return training.fitting_batch_size(self._room_bytes - copies * weights, example, wanted)
 
 
 class Descent:
-    """Optimizer on a model, in place: correction, clipping over all tensors, decay, then the step."""
+    """In-place optimizer of a model: correction, clipping over all tensors, weight decay and step."""
 
     def __init__(self, mlp: Mlp, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct
         self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
         adam = fit.optimizer == "adam"
-        self._first = _zeros(model) if adam or fit.momentum else {}  # momentum, or Adam's mean
-        self._second = _zeros(model) if adam else {}
+        self._first = _zeros_like(model) if adam or fit.momentum else {}  # momentum, or Adam's mean
+        self._second = _zeros_like(model) if adam else {}
         self._steps = 0
         training.require_anchors(hooks.anchors, mlp.shapes)
         anchors: dict[str, Tensors] = {}
@@ -159,7 +157,6 @@ class Descent:
         self._at = {name: {key: np.asarray(held[name], np.float32) for key, held in anchors.items()} for name in model}
 
     def step(self, gradient: dict[str, np.ndarray]) -> None:
-        """Step along the gradient of the mean loss of a mini-batch."""
         moved = {name: array for name, array in gradient.items() if self._rates[name] > 0}
         if self._correct:
             moved = {name: self._correct(g, self._model[name], self._at[name]) for name, g in moved.items()}
@@ -191,12 +188,11 @@ class Descent:
         return mean / (root + np.float32(EPSILON))
 
 
-def _zeros(model: Tensors) -> dict[str, np.ndarray]:
+def _zeros_like(model: Tensors) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(array) for name, array in model.items()}
 
 
-def _require_able(hooks: Hooks) -> None:
-    """Raise ModelError for hooks that need a torch module."""
+def _require_supported_hooks(hooks: Hooks) -> None:
     wanted = {
         "prepare": hooks.prepare,
         "a second step": hooks.steps[1:],
@@ -212,18 +208,18 @@ def _require_able(hooks: Hooks) -> None:
 # -- the network ----------------------------------------------------------------------------------
 
 
-def network_of(network: Mapping[str, Any]) -> Mlp:
-    """Network of a table.
+def parse_network(network: Mapping[str, Any]) -> Mlp:
+    """Return the network of a table.
 
     Raises:
-        ModelError: not one of this engine.
+        ModelError: If the table is no network of this engine.
     """
     if network.get("name") != "mlp":
         raise ModelError(
             f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it (fedquilt[train])"
         )
     try:
-        mlp = config.convert(network, Mlp, "a network")
+        mlp = config.convert_table(network, Mlp, "a network")
     except JobError as error:
         raise ModelError(f"network 'mlp': {error}") from None
     if min(mlp.inputs, mlp.classes, *mlp.hidden) < 1:
@@ -231,24 +227,23 @@ def network_of(network: Mapping[str, Any]) -> Mlp:
     return mlp
 
 
-def _load(network: Mapping[str, Any], start: Tensors) -> tuple[Mlp, dict[str, np.ndarray]]:
-    """Network with its own float32 copy of the tensors."""
-    mlp = network_of(network)
-    training.require_fit(start, mlp.shapes)
+def _load_network(network: Mapping[str, Any], start: Tensors) -> tuple[Mlp, dict[str, np.ndarray]]:
+    mlp = parse_network(network)
+    training.require_shapes(start, mlp.shapes)
     return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}
 
 
-def _inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
-    flat = training.features(x, network, hooks.inputs).reshape(len(x), -1)
+def _prepare_inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
+    flat = training.network_inputs(x, network, hooks.inputs).reshape(len(x), -1)
     if flat.shape[1] != network["inputs"]:
         raise DataError(f"examples hold {flat.shape[1]} values each, the network takes {network['inputs']}")
     return flat
 
 
 def forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
-    """Input, every hidden layer after its ReLU, and the scores: each (n, width).
+    """Return the input, each hidden layer after its ReLU, and the scores, each of shape (n, width).
 
-    With tensors of several devices, (devices, ...), each goes through its own, with the bits that it has alone.
+    With stacked tensors, (devices, ...), each device's part is bit-identical to a call with its tensors alone.
     """
     values = [x]
     last = len(model) // 2 - 1
@@ -260,14 +255,15 @@ def forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def _gradient(
+def _loss_and_gradient(
     network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean loss over the mini-batch and its gradient, by micro-batches and back through the layers."""
     loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, at_once):
-        values = forward(model, _inputs(network, examples.x[rows], hooks))
-        losses, back = objectives.losses(metrics.task_of(network), values.pop(), examples.y[rows])
+        values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))
+        losses, back = objectives.losses_and_gradients(
+            metrics.task_from_network(network), values.pop(), examples.y[rows]
+        )
         loss += float(losses.sum()) / len(batch)
         backward(model, values, back, len(batch), gradient)
     return loss, gradient
@@ -276,14 +272,14 @@ def _gradient(
 def backward(
     model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
 ) -> None:
-    """Add the gradient of the mean loss of a mini-batch of `count` examples, of one device or of several.
+    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several.
 
     Args:
-        model: tensors, as of `forward`.
-        values: input and hidden layers, as of `forward`.
-        back: gradient of the losses by the scores, (n, outputs) or (devices, n, outputs); it is overwritten.
-        count: number of examples.
-        gradient: what it is added to, by tensor; empty at first.
+        model: Tensors as in `forward`.
+        values: Input and hidden layers, from `forward`.
+        back: Gradient of the losses by the scores, (n, outputs) or (devices, n, outputs). Overwritten.
+        count: Number of examples in the mini-batch.
+        gradient: Sum of gradients by tensor, empty at first.
     """
     back /= np.float32(count)
     for layer in reversed(range(len(values))):

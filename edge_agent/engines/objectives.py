@@ -1,4 +1,4 @@
-"""Objectives of each task: targets that fit, a loss, and the sums of an evaluation. numpy only.
+"""Objectives of each kind of task: valid targets, losses and evaluation sums. Imports numpy only.
 
 | task | targets `y` | loss of an example |
 |---|---|---|
@@ -6,8 +6,8 @@
 | regression | (n, k) float32 | mean over outputs of the squared error |
 | labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy |
 
-The torch engines compute the same losses (`torch_objectives`). The sums are made here for every engine, and
-`fedquilt.evaluation` computes metrics from them.
+The torch engines compute the same losses (`torch_objectives`). All engines use the evaluation sums of this module.
+`fedquilt.evaluation` computes metrics from the sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from fedquilt import evaluation
 from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums
-from fedquilt.data.readers.base import class_problem
+from fedquilt.data.readers.base import describe_class_problem
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples, TaskKind
@@ -28,16 +28,14 @@ ADVICE = "set `task` in [data] and [model] alike"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
-    """Raise DataError if examples lack targets of the task, or do not have one for each output.
-
-    Raises:
-        DataError: they do not fit; names both sides.
-    """
+    """Raise DataError unless the examples have valid targets for the task and its number of outputs."""
     y = examples.y
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
-            raise DataError(f"the network predicts classes, and the examples' labels are {_described(y)}: {ADVICE}")
-        if problem := class_problem(y, outputs):
+            raise DataError(
+                f"the network predicts classes, and the examples' labels are {_describe_targets(y)}: {ADVICE}"
+            )
+        if problem := describe_class_problem(y, outputs):
             raise DataError(
                 f"labels run from {y.min()} to {y.max()}, the network predicts {outputs} classes (0 to {outputs - 1}); "
                 f"{problem}"
@@ -45,21 +43,23 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
         return
     kind = "f" if task == "regression" else "iu"
     if y.ndim != 2 or y.dtype.kind not in kind:
-        raise DataError(f"the network's task is {task!r}, and the examples' labels are {_described(y)}: {ADVICE}")
+        raise DataError(
+            f"the network's task is {task!r}, and the examples' labels are {_describe_targets(y)}: {ADVICE}"
+        )
     if y.shape[1] != outputs:
         raise DataError(
             f"each example has {y.shape[1]} targets, and the network has {outputs} outputs: make them alike"
         )
 
 
-def _described(y: np.ndarray) -> str:
+def _describe_targets(y: np.ndarray) -> str:
     if y.ndim == 1:
         return "one class each" if y.dtype.kind in "iu" else "one number each"
     return f"{y.shape[1]} {'numbers' if y.dtype.kind == 'f' else 'labels of 0 or 1'} each"
 
 
-def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss of each example (n,), and its gradient by the scores (n, outputs)."""
+def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss of each example, (n,), and its gradient by the scores, (n, outputs)."""
     if task == "regression":
         error = scores - y
         return np.square(error).mean(axis=1), error * np.float32(2 / scores.shape[1])
@@ -78,7 +78,7 @@ def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarra
 
 
 class Evaluation:
-    """Sums of an evaluation, batch by batch.
+    """Sums of an evaluation, added batch by batch.
 
     Args:
         task: Kind of prediction.
@@ -88,20 +88,20 @@ class Evaluation:
         self._task, self._examples, self._whole = task, 0, 0
         self._losses: list[float] = []
 
-    def _begin(self, outputs: int) -> None:
+    def _allocate_sums(self, outputs: int) -> None:
         task, detailed = self._task, outputs if outputs <= DETAILED else 0
-        self._outputs, self._bins = outputs, evaluation.bins_of(outputs)
-        self._counts = np.zeros(evaluation.counts_of(task, outputs), np.int64)
-        self._scores = np.zeros(evaluation.scores_of(task, outputs), np.int64)
+        self._outputs, self._bins = outputs, evaluation.histogram_bins(outputs)
+        self._counts = np.zeros(evaluation.counts_length(task, outputs), np.int64)
+        self._scores = np.zeros(evaluation.scores_length(task, outputs), np.int64)
         self._absolute: Parts = ()
         self._squares: list[Parts] = [()] * (detailed or 1)
         self._targets: list[Parts] = [()] * detailed
         self._target_squares: list[Parts] = [()] * detailed
 
-    def add(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
-        """Add one batch: scores (n, outputs), targets as of the task, and the sum of the examples' losses."""
+    def add_batch(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
+        """Add a batch: scores (n, outputs), targets of the task, and the sum of the examples' losses."""
         if not self._examples:
-            self._begin(scores.shape[1])
+            self._allocate_sums(scores.shape[1])
         self._examples += len(y)
         self._losses.append(float(loss))
         if not math.isfinite(loss):  # `sums` refuses it
@@ -137,7 +137,6 @@ class Evaluation:
             self._add_scores(np.asarray(scores, np.float64), y)
 
     def _add_scores(self, logits: np.ndarray, y: np.ndarray) -> None:
-        """Add log-odds of each output (n, outputs) to the histograms, and whether each is true."""
         most = evaluation.LOGIT_MOST
         places = (np.clip(logits, -most, most) + most) * (self._bins / (2 * most))
         places = np.minimum(places.astype(np.int64), self._bins - 1)
@@ -146,13 +145,13 @@ class Evaluation:
 
     def _add_errors(self, found: np.ndarray, y: np.ndarray) -> None:
         error = found - y
-        self._absolute = _plus(self._absolute, np.abs(error))
+        self._absolute = _add_exactly(self._absolute, np.abs(error))
         squares = np.square(error)
         if not self._targets:
-            self._squares = [_plus(self._squares[0], squares)]
+            self._squares = [_add_exactly(self._squares[0], squares)]
             return
         for sums, terms in ((self._squares, squares), (self._targets, y), (self._target_squares, np.square(y))):
-            sums[:] = [_plus(sum, column) for sum, column in zip(sums, terms.T, strict=True)]
+            sums[:] = [_add_exactly(sum, column) for sum, column in zip(sums, terms.T, strict=True)]
 
     def sums(self) -> EvaluationSums:
         """Return the sums of all batches.
@@ -185,5 +184,5 @@ class Evaluation:
 Parts = tuple[float, ...]  # of an exact sum
 
 
-def _plus(parts: Parts, terms: np.ndarray) -> Parts:
+def _add_exactly(parts: Parts, terms: np.ndarray) -> Parts:
     return evaluation.exact_sum([*parts, *terms.ravel().tolist()])

@@ -1,19 +1,19 @@
 """ONNX graphs, run with ONNX Runtime within a memory budget. Imports onnxruntime.
 
-A graph is checked before a session is made of it (`onnx_session`). It is stored under its sha256, its
-weights beside it under theirs (`fedquilt.models.stitching.blocks`), and the runtime maps that file instead of copying
-it. The room decides what else costs memory:
+Each graph is checked before a session is created (`onnx_session`). Graphs and their weights are stored under their
+sha256 (`fedquilt.models.stitching.blocks`), and the runtime maps the weights instead of copying them. Depending on the
+room, a session is:
 
-- roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
-  while loading and activations up to twice, and mostly run faster;
-- tight: operations are fused, nothing is pre-packed, weights stay in the page cache, and each value is allocated by
-  itself (a pattern of one block for all has gaps: up to 1.3 times the activations);
-- the examples run in micro-batches that fit beside the weights, the examples and the answers.
+- roomy: all graph optimizations and pre-packed weights. While loading, the session needs about three times the weights,
+  and up to twice the activations. Such sessions mostly run faster.
+- tight: operations are fused, nothing is pre-packed, weights stay in the page cache, and each value is allocated
+  separately, because one block for all values has gaps (up to 1.3 times the activations).
 
-Sessions are kept, the most recently used ones, in half of the budget. The runtime's arena is off: it
-would keep each session's activations for good, and measured no faster. All sizes follow from the budget
-and constants, never from the process's present size: the size of micro-batches decides the last
-bits of an answer, which have to be the same in every run.
+Examples run in micro-batches that fit beside weights, examples and outputs. Recently used sessions are kept in half of
+the budget. The runtime's arena is off: it would keep the activations of each session and measured no faster.
+
+All sizes follow from the budget and constants, never from the present size of the process. The size of micro-batches
+decides the last bits of a result, which must be the same in every run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.edge_agent.engines.onnx_places import Places
 from fedquilt.graph_check import Graph, Shape
 
-BASE_BYTES = footprint.need_bytes("onnx", 0)  # resident beside weights and activations
+BASE_BYTES = footprint.task_process_bytes("onnx", 0)  # resident beside weights and activations
 LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
 LOADED = 2.0  # factor afterwards: 1.8 measured
 WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
@@ -64,31 +64,27 @@ FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 
 
 
 class Plan(NamedTuple):
-    """How a graph is run, and its memory."""
-
     roomy: bool
     held_bytes: int  # by the session, between runs
     example_bytes: int | None  # memory of one example's activations; None: not in the graph
 
 
 class Loaded(NamedTuple):
-    """Graph ready to run."""
-
     session: Any
     plan: Plan
     answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> shape of its answer, once it was run
 
 
 class OnnxEngine:
-    """See `fedquilt.core.Runner`.
+    """Runner of ONNX graphs, as in `fedquilt.core.Runner`.
 
-    Making one sets, for the whole process, which allocations return to the system when freed.
+    The constructor decides for the whole process which freed allocations return to the system.
 
     Args:
-        budget_bytes: most that this process may hold resident.
-        base_bytes: resident size before any graph.
-        threads: within one operation; 0: one per core.
-        micro_batch: examples run at once; None: as many as fit, up to LARGEST_BATCH.
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any graph is loaded.
+        threads: Threads within one operation, or 0 for one per core.
+        micro_batch: Examples run at once, or None for as many as fit, up to `LARGEST_BATCH`.
     """
 
     name = "onnx"
@@ -99,7 +95,7 @@ class OnnxEngine:
         self._budget_bytes, self._room_bytes = budget_bytes, budget_bytes - base_bytes
         self._threads, self._micro_batch = threads, micro_batch
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
-        _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
+        _configure_malloc(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
         self._places = Places(ort.get_available_providers(), self._room_bytes)
 
@@ -110,59 +106,63 @@ class OnnxEngine:
 
     @note.setter
     def note(self, said: str) -> None:
+        """Pending message for the device's owner, which its reader resets to ""."""
         self._places.note = said
 
     @property
     def runs_on(self) -> str:
-        """Where graphs run: "TensorRT", "CUDA", "processor"; "": this ONNX Runtime knows processors alone."""
-        return self._places.runs_on
+        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
+        return self._places.provider_name
 
     def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
-        """Run graphs with TensorRT where there is one; see `onnx_places.Places.use_tensorrt`."""
         self._places.use_tensorrt(cache, most_bytes)
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
+        """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
 
-        Inputs of a graph that takes another type than float32 are cast to it, and outputs to float32.
+        Examples are cast to the type of the graph's input, and outputs to float32.
 
         Raises:
-            ModelError: no such graph, not ONNX, not permitted, weights missing, or another input shape.
-            MemoryBudgetError: not even one example fits beside the weights.
+            ModelError: If the graph is missing, invalid or not permitted, lacks weights or takes another input shape.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
-        loaded = self._load(graph)
+        loaded = self._load_graph(graph)
         plan = loaded.plan
         with _translate_errors(graph):
-            shape = _answer_shape(loaded, x)
-        size = self._batch(plan, 0, 0)
+            shape = _output_shape(loaded, x)
+        size = self._batch_size(plan, 0, 0)
         around = 0
         if len(x) > size:  # examples and answers need room beside the micro-batch
             around = x.nbytes + 4 * len(x) * math.prod(shape)
-            size = self._batch(plan, around, 0)
+            size = self._batch_size(plan, around, 0)
         self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
         y = np.empty((len(x), *shape), np.float32)
         with _translate_errors(graph):
             for first in range(0, len(x), size):
-                self._run(graph, _cast(loaded.session, x[first : first + size]), y[first : first + size])
+                self._run_batch(graph, _cast_examples(loaded.session, x[first : first + size]), y[first : first + size])
         return y
 
     @property
     def room_bytes(self) -> int:
-        """Bytes for weights, activations and everything else beyond the bare process."""
         return self._room_bytes
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """Number of examples to run at once, given `around_bytes` in use and `example_bytes` for each of them.
+        """Return the number of examples to run at once.
+
+        Args:
+            graph: Graph to run.
+            around_bytes: Memory in use besides the graph.
+            example_bytes: Further memory for each example.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run`.
+            ModelError, MemoryBudgetError: As in `run`.
         """
-        plan = self._load(graph).plan
-        size = self._batch(plan, around_bytes, example_bytes)
+        plan = self._load_graph(graph).plan
+        size = self._batch_size(plan, around_bytes, example_bytes)
         self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
         return size
 
-    def _batch(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
+    def _batch_size(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
         if self._micro_batch is not None:
             return self._micro_batch
         if plan.example_bytes is None:
@@ -174,10 +174,10 @@ class OnnxEngine:
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
     def make_room(self, size: int, needed: Path | None = None, in_use: int = 0) -> None:
-        """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them.
+        """Close sessions, longest unused first and never `needed`, until `size` more bytes fit.
 
-        Freed pieces return to the system where there is little room; where there is more, once more than half of it is
-        wanted and they leave too little of it for what is not `in_use` of `size`. That changes no micro-batch.
+        Freed memory returns to the system if the room is small, or if more than half is needed and the freed memory
+        leaves too little for what is not `in_use` of `size`. Micro-batches do not change.
         """
         held = sum(one.plan.held_bytes for one in self._kept.values())
         for other in [path for path in self._kept if path != needed]:
@@ -187,79 +187,77 @@ class OnnxEngine:
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
             held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):
-            _return_small_pieces()
+            _trim_heap()
 
     def _fits_beside_all(self, size: int) -> bool:
-        """Whether `size` bytes fit into the budget beside all that the process holds, freed pieces included."""
         resident = heap.resident_bytes(os.getpid())
         return resident is not None and resident + size <= self._budget_bytes
 
-    def facts(self, graph: Path) -> Mapping[str, str]:
-        """Metadata of a graph.
+    def read_metadata(self, graph: Path) -> Mapping[str, str]:
+        """Return the metadata of a graph.
 
         Raises:
-            ModelError: no such graph, not ONNX, not permitted, or weights missing.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
         """
-        return onnx_session.checked(graph).metadata
+        return onnx_session.check_graph(graph).metadata
 
     def input_shape(self, graph: Path) -> Shape:
-        """Shape of one example as the graph declares it. See `fedquilt.graph_check.Shape`.
+        """Return the shape of one example as declared by the graph.
 
         Raises:
-            ModelError: as `facts`.
+            ModelError: As in `read_metadata`.
         """
-        return onnx_session.checked(graph).input_shape
+        return onnx_session.check_graph(graph).input_shape
 
     def input_type(self, graph: Path) -> np.dtype[Any]:
-        """Type of the graph's input.
+        """Return the type of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run`.
+            ModelError, MemoryBudgetError: As in `run`.
         """
-        return _input_type(self._load(graph).session)
+        return _input_type(self._load_graph(graph).session)
 
     def input_name(self, graph: Path) -> str:
-        """Name of the graph's input.
+        """Return the name of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run`.
+            ModelError, MemoryBudgetError: As in `run`.
         """
-        return str(self._load(graph).session.get_inputs()[0].name)
+        return str(self._load_graph(graph).session.get_inputs()[0].name)
 
-    def plan(self, graph: Path) -> Plan:
-        """How a graph will be run, and its memory.
+    def memory_plan(self, graph: Path) -> Plan:
+        """Return the mode and memory of a graph's session.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run`.
+            ModelError, MemoryBudgetError: As in `run`.
         """
-        return self._plan(graph, onnx_session.checked(graph))
+        return self._plan_memory(graph, onnx_session.check_graph(graph))
 
-    def resident(self) -> tuple[Path, ...]:
-        """Loaded graphs, the least recently used first."""
+    def loaded_graphs(self) -> tuple[Path, ...]:
+        """Return the loaded graphs, the least recently used first."""
         return tuple(self._kept)
 
     def close(self) -> None:
-        """Drop every session."""
         self._kept.clear()
 
-    def _load(self, graph: Path) -> Loaded:
+    def _load_graph(self, graph: Path) -> Loaded:
         if graph in self._kept:
             self._kept.move_to_end(graph)
             return self._kept[graph]
-        plan = self._plan(graph, onnx_session.checked(graph))
+        plan = self._plan_memory(graph, onnx_session.check_graph(graph))
         held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
         while self._kept and held > KEPT * self._room_bytes:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
         with _translate_errors(graph):
-            session = self._session(graph, roomy=plan.roomy)
+            session = self._create_session(graph, roomy=plan.roomy)
         self._kept[graph] = loaded = Loaded(session, plan, {})
         return loaded
 
-    def _plan(self, graph: Path, checked: Graph) -> Plan:
+    def _plan_memory(self, graph: Path, checked: Graph) -> Plan:
         weights, each = checked.weight_bytes, checked.activation_bytes
         if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
             weights = max(weights, graph.stat().st_size)
-        least = footprint.scoring_bytes(weights, each or 0, 1)
+        least = footprint.inference_bytes(weights, each or 0, 1)
         if least > self._room_bytes:
             raise MemoryBudgetError(
                 f"graph {graph.name[:12]} needs {least / 1e6:.0f} MB for its weights and one example, and "
@@ -273,7 +271,7 @@ class OnnxEngine:
         held = int(LOADED * weights if roomy else weights) + footprint.SESSION_BYTES
         return Plan(roomy, held, each if each is None else each * (WIDER if roomy else 1))
 
-    def _session(self, graph: Path, *, roomy: bool) -> Any:
+    def _create_session(self, graph: Path, *, roomy: bool) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self._threads
@@ -287,14 +285,11 @@ class OnnxEngine:
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_mem_pattern = False
-        return self._places.session(partial(onnx_session.session, graph, options))
+        return self._places.create_session(partial(onnx_session.create_session, graph, options))
 
-    def _run(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
-        """Run the graph on `x`, its output straight into `y`: `run` would hold it twice, the runtime's and numpy's.
-
-        TensorRT builds an engine at the first run of a shape: where it fails then, the graph is loaded elsewhere.
-        """
-        loaded = self._load(graph)
+    def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
+        # The output is written into `y`, because `run` would hold two copies.
+        loaded = self._load_graph(graph)
         session = loaded.session
         bound = session.io_binding()
         bound.bind_cpu_input(session.get_inputs()[0].name, x)
@@ -304,7 +299,7 @@ class OnnxEngine:
         else:
             bound.bind_output(output.name, "cpu")
         options = None
-        if self._places.on_gpu and not loaded.plan.roomy:
+        if self._places.uses_gpu and not loaded.plan.roomy:
             options = ort.RunOptions()
             options.add_run_config_entry(SHRINK, "gpu:0")
         try:
@@ -312,20 +307,19 @@ class OnnxEngine:
             if output.type != FLOAT:
                 (y[...],) = bound.copy_outputs_to_cpu()
         except Exception as error:
-            if not self._places.tensorrt_failed(error):
+            if not self._places.handle_tensorrt_error(error):
                 raise
             self.close()
-            self._run(graph, x, y)
+            self._run_batch(graph, x, y)
 
 
-def _answer_shape(loaded: Loaded, x: np.ndarray) -> tuple[int, ...]:
-    """Shape of one example's answer: from the graph, or by running the first example."""
+def _output_shape(loaded: Loaded, x: np.ndarray) -> tuple[int, ...]:
     session = loaded.session
     said = session.get_outputs()[0].shape[1:]
     if said and all(isinstance(size, int) for size in said):
         return tuple(said)
     if x.shape[1:] not in loaded.answers:
-        found = np.shape(session.run(None, {session.get_inputs()[0].name: _cast(session, x[:1])})[0])
+        found = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
         if found[:1] != (1,):
             raise ModelError(
                 f"it answers one example with an array of shape {found}: export it with the examples as the first axis "
@@ -339,12 +333,7 @@ def _input_type(session: Any) -> np.dtype[Any]:
     return np.dtype(TYPES[session.get_inputs()[0].type])
 
 
-def _cast(session: Any, x: np.ndarray) -> np.ndarray:
-    """Contiguous examples in the type that the graph takes.
-
-    Raises:
-        DataError: it takes whole numbers, and the examples are others.
-    """
+def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
     wanted = _input_type(session)
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
         made = np.ascontiguousarray(x, wanted)
@@ -355,16 +344,8 @@ def _cast(session: Any, x: np.ndarray) -> np.ndarray:
     return made
 
 
-def _return_large_pieces(budget_bytes: int, *, keep: bool) -> None:
-    """Set glibc to return large freed pieces: by default it keeps up to 32 MB each, with 1.7 times the peaks.
-
-    Returning small pieces as well made a whole search take more than twice as long, in page faults. All threads share
-    one heap: those of the runtime's threads kept 4 MB of freed pieces.
-
-    Args:
-        budget_bytes: most that this process may hold resident.
-        keep: keep all freed pieces, whatever their size, until `_return_small_pieces`.
-    """
+def _configure_malloc(budget_bytes: int, *, keep: bool) -> None:
+    # By default glibc keeps freed pieces of up to 32 MB, with 1.7 times the peaks.
     with contextlib.suppress(AttributeError):  # another C library
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAPPED_MOST_BYTES))
@@ -373,8 +354,8 @@ def _return_large_pieces(budget_bytes: int, *, keep: bool) -> None:
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
 
 
-def _return_small_pieces() -> None:
-    """Trim the heap: freed small pieces are scattered in it, and glibc by itself returns only its end."""
+def _trim_heap() -> None:
+    # glibc by itself returns only the end of the heap, and freed small pieces are scattered.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,12 +1,13 @@
-"""Where ONNX Runtime runs a graph: with TensorRT, with CUDA or on the processor, whichever of them works first.
+"""Execution providers of ONNX Runtime: TensorRT, CUDA or the CPU, whichever works first.
 
-All of them answer in 32 bits, so that scores mean the same on every board: TensorRT is asked for neither float16 nor
-int8, and NVIDIA's libraries for no TF32, whose products have ten bits. What fails to make a session is left out from
-then on, and said once. The runtime's own fall-back is off: it writes to stdout and forgets the limits of memory.
+All providers compute in 32 bits, so that scores are comparable between boards: TensorRT uses neither float16 nor int8,
+and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
+disabled from then on and reported once. The runtime's own fall-back is off, because it writes to stdout and ignores the
+limits of memory.
 
-TensorRT builds an engine of each graph, which takes many times longer than a run, so it is used only where the board's
-owner gives its engines room on the disk. They lie in the folder of the job's files and are deleted with it, the oldest
-first as soon as there are too many. None of this has run on a GPU: it follows the runtime's documentation.
+TensorRT builds an engine for each graph, which takes many times longer than a run. TensorRT is therefore used only if
+the settings give its engines disk space. Engines are stored with the job's files and deleted with them, oldest first if
+space is short. None of this has run on a GPU: the code follows the documentation of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT wh
 
 
 class Places:
-    """Providers of this process, in the order in which they are tried.
+    """Execution providers of this process, in the order in which they are tried.
 
     Args:
-        available: providers that this ONNX Runtime was built with.
-        room_bytes: most memory that one session may take on a GPU.
+        available: Providers that this ONNX Runtime was built with.
+        room_bytes: Most GPU memory of one session.
     """
 
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
@@ -49,67 +50,62 @@ class Places:
             os.environ.setdefault(NO_TF32, "0")
 
     def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
-        """Keep TensorRT's engines in a folder of `cache`, `most_bytes` of them; with 0 bytes it is not used."""
+        """Enable TensorRT with at most this many bytes of engines in `cache`, or disable it with 0."""
         self._engines = (cache / ENGINES, most_bytes) if most_bytes > 0 else None
-        self._drop_engines()
+        self._delete_oldest_engines()
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether sessions begin on a GPU."""
-        return bool(self._chosen())
+    def uses_gpu(self) -> bool:
+        return bool(self._enabled_providers())
 
     @property
-    def runs_on(self) -> str:
-        """Where graphs run now, in a word; "": this ONNX Runtime knows processors alone."""
+    def provider_name(self) -> str:
+        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
         if not self._had:
             return ""
-        return NAMES[self._chosen()[0]] if self._chosen() else "processor"
+        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
 
-    def session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
-        """Make a session with the first provider that works.
+    def create_session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """Create a session with the first provider that works. Providers that fail are disabled.
 
         Raises:
-            Exception: that of `make` for the processor, whose graph it then is; and what tells of memory or of a GPU
-                that is gone, which the agent answers with less work or another process.
+            Exception: If `make` fails for the CPU too, or memory ran out or the GPU failed with any provider.
         """
-        wanted, failed = self._chosen(), []
+        wanted, failed = self._enabled_providers(), []
         for place in range(len(wanted) + 1):
             try:
-                made = make([*((name, self._options(name)) for name in wanted[place:]), *CPU])
+                made = make([*((name, self._provider_options(name)) for name in wanted[place:]), *CPU])
                 break
             except Exception as error:
-                if place == len(wanted) or isinstance(error, ModelError) or _of_the_board(error):
+                if place == len(wanted) or isinstance(error, ModelError) or _is_device_failure(error):
                     raise
                 failed.append((wanted[place], _error_in_brackets(error)))
         failed += [(name, "") for name in wanted[place:] if name not in made.get_providers()]
         for name, reason in failed:
-            self._leave(name, reason)
-        self._drop_engines()
+            self._disable_provider(name, reason)
+        self._delete_oldest_engines()
         return made
 
-    def tensorrt_failed(self, error: Exception) -> bool:
-        """Whether TensorRT has failed in a run, by its error; it is left out then."""
-        if TENSORRT not in self._chosen() or _of_the_board(error) or not _TRT.search(str(error)):
+    def handle_tensorrt_error(self, error: Exception) -> bool:
+        """Return whether an error of a run is TensorRT's. TensorRT is disabled in that case."""
+        if TENSORRT not in self._enabled_providers() or _is_device_failure(error) or not _TRT.search(str(error)):
             return False
-        self._leave(TENSORRT, _error_in_brackets(error))
+        self._disable_provider(TENSORRT, _error_in_brackets(error))
         return True
 
-    def _chosen(self) -> list[str]:
+    def _enabled_providers(self) -> list[str]:
         return [name for name in self._working if name != TENSORRT or self._engines is not None]
 
-    def _leave(self, name: str, reason: str) -> None:
+    def _disable_provider(self, name: str, reason: str) -> None:
         self._working.remove(name)
-        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {self._then()}"
+        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {self._fallback_name()}"
         self.note = f"{self.note}; {said}" if self.note else said
 
-    def _then(self) -> str:
-        return NAMES[self._chosen()[0]] if self._chosen() else "the processor"
+    def _fallback_name(self) -> str:
+        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
 
-    def _options(self, name: str) -> dict[str, str]:
-        """Options of a provider; each session's memory there is within the room of all.
-
-        cuDNN's algorithms are chosen by rule: timing each would take more memory, and longer than a graph's few runs.
-        """
+    def _provider_options(self, name: str) -> dict[str, str]:
+        # cuDNN's algorithms are chosen by rule: timing each costs memory, and more time than a graph's few runs.
         if name == CUDA:
             return {
                 "gpu_mem_limit": str(self._room_bytes),
@@ -126,8 +122,7 @@ class Places:
             "trt_engine_cache_path": str(self._engines[0]),
         }
 
-    def _drop_engines(self) -> None:
-        """Delete the oldest engines until the others are within their bytes."""
+    def _delete_oldest_engines(self) -> None:
         if self._engines is None:
             return
         folder, most_bytes = self._engines
@@ -142,11 +137,9 @@ class Places:
             held -= each.st_size
 
 
-def _of_the_board(error: Exception) -> bool:
-    """Whether memory ran out or a GPU is gone: no provider's own failure."""
-    return exhausted.is_of_memory(error) or exhausted.tells_of_gpu(str(error))
+def _is_device_failure(error: Exception) -> bool:
+    return exhausted.is_out_of_memory_error(error) or exhausted.is_gpu_failure_text(str(error))
 
 
 def _error_in_brackets(error: Exception) -> str:
-    """Return an error's text in brackets, or its type if it has none."""
     return f" ({shorten_error(str(error)) or type(error).__name__})"

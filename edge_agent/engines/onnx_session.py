@@ -1,4 +1,4 @@
-"""The one place where ONNX Runtime is given a graph: every session is made here, of a graph that has been checked."""
+"""Creation of ONNX Runtime sessions, only for graphs that were checked."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REMEMBERED: Final = 4096  # graphs whose check is not repeated while their file 
 _checked: OrderedDict[tuple[Path, int, int, int], Graph] = OrderedDict()
 
 
-def checked(graph: Path) -> Graph:
-    """What a graph says of itself, once `fedquilt.graph_check` has found nothing that is not permitted.
+def check_graph(graph: Path) -> Graph:
+    """Return a graph's description after checking that the graph is permitted.
 
     Raises:
-        ModelError: there is no such graph, or it may not be run; says why, with the graph's name.
+        ModelError: If the graph is missing or not permitted. The text names the graph.
     """
     try:
         found = graph.stat()
@@ -31,26 +31,26 @@ def checked(graph: Path) -> Graph:
         raise ModelError(f"there is no graph {graph}") from None
     key = (graph, found.st_ino, found.st_size, found.st_mtime_ns)
     if key not in _checked:
-        _checked[key] = _named(graph.name[:12], lambda: graph_check.of_file(graph))
+        _checked[key] = _name_graph_in_error(graph.name[:12], lambda: graph_check.check_file(graph))
         while len(_checked) > REMEMBERED:
             _checked.popitem(last=False)
     return _checked[key]
 
 
-def session(graph: Path | bytes, options: Any = None, providers: Sequence[Any] = CPU) -> Any:
-    """An `onnxruntime.InferenceSession` of a file, or of bytes with all weights inside; it falls back to nothing.
+def create_session(graph: Path | bytes, options: Any = None, providers: Sequence[Any] = CPU) -> Any:
+    """Return an `onnxruntime.InferenceSession` for a file, or for bytes with all weights inside.
 
     Raises:
-        ModelError: the graph may not be run; says why.
+        ModelError: If the graph is not permitted.
     """
     if isinstance(graph, bytes):
-        _named("in memory", lambda: graph_check.of_bytes(graph))
+        _name_graph_in_error("in memory", lambda: graph_check.check_bytes(graph))
         return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=0)
-    checked(graph)
+    check_graph(graph)
     return ort.InferenceSession(str(graph), options, providers=list(providers), enable_fallback=0)
 
 
-def _named(name: str, check: Callable[[], Graph]) -> Graph:
+def _name_graph_in_error(name: str, check: Callable[[], Graph]) -> Graph:
     try:
         return check()
     except ModelError as error:

@@ -1,14 +1,14 @@
-"""Batched training of several devices in one graph, for simulated fleets, where steps are small and calls dominate.
+"""Batched training of several devices in one graph, for simulated fleets.
 
-Parameters are stacked, (devices, ...), and one forward pass goes through all of them, each layer as one batched
-product: `torch.func.vmap` builds the same graph, but building takes longer than such small layers do. The losses
-are added up, so that each device's gradient is its own. Same order of examples and same steps as `torch_engine`'s loop,
-equal to float tolerance (products are summed in another order), and not to the bit.
+Parameters are stacked, (devices, ...), and each layer is one batched product over all devices. `torch.func.vmap` builds
+the same graph, but takes longer for small layers. Losses are added up, so that each device's gradient is its own. The
+order of examples and the steps are those of `torch_engine`. Results are equal to float tolerance, not bit-identical,
+because products are summed in another order.
 
-Supported: training with or without `Hooks.correct` on networks of linear layers and functions without
-parameters. All else uses the loop: a method's changes to the network or its steps, batch norm and dropout,
-whose state differs by device, and convolutions, which become grouped ones and gain nothing (measured on one
-core: 13 ms a device's step of 32 images either way).
+Supported are networks of linear layers and functions without parameters, with or without `Hooks.correct`. Everything
+else uses the loop: changes of a method to the network or its steps, batch norm and dropout, whose state differs by
+device, and convolutions, which would become grouped and gain nothing (13 ms per device and step of 32 images on one
+core either way).
 """
 
 from __future__ import annotations
@@ -46,22 +46,20 @@ PLAIN = (
 
 
 class BatchedTorchEngine(Together, TorchEngine):
-    """A `TorchEngine` that also trains several devices at once."""
-
     def __init__(self, budget_bytes: int, **options: Any) -> None:
         super().__init__(budget_bytes, **options)
         self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can be batched
 
-    def _kind(self, call: Call) -> Hashable | None:
-        if call.fit.mixed or self._network(call.table, call.network) is None:
+    def _batch_key(self, call: Call) -> Hashable | None:
+        if call.fit.mixed or self._batchable_network(call.table, call.network) is None:
             return None
         x, y, each = call.examples.x, call.examples.y, math.ceil(len(call.examples) / call.fit.batch)
         return call.table, call.fit, x.shape[1:], x.dtype.str, y.shape[1:], each
 
-    def _trained(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
-        return _Graph(self._plain[calls[0].table], calls, self._device).trained()
+    def _train_batch(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
+        return _Graph(self._plain[calls[0].table], calls, self._device).train()
 
-    def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
+    def _batchable_network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
             model = registry.build(network).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
@@ -72,16 +70,16 @@ class BatchedTorchEngine(Together, TorchEngine):
 
 
 def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, at: str = "") -> torch.Tensor:
-    """Scores of a network of PLAIN modules for x, with parameters of each device's own.
+    """Return the scores of a network of PLAIN modules, with separate parameters for each device.
 
     Args:
-        module: the network, or a part of it.
-        values: parameter name -> (devices, ...).
-        x: (devices, n, ...).
-        at: prefix of the module's parameter names.
+        module: Network, or a part of it.
+        values: Parameters by name, (devices, ...).
+        x: Inputs, (devices, n, ...).
+        at: Prefix of the module's parameter names.
 
     Raises:
-        RuntimeError: x does not fit the network.
+        RuntimeError: If the inputs do not fit the network.
     """
     if isinstance(module, nn.Sequential):
         for name, child in module._modules.items():  # `named_children` leaves out one that stands there twice
@@ -111,30 +109,31 @@ class _Graph:
     def __init__(self, model: nn.Module | None, calls: Sequence[Call], place: torch.device) -> None:
         assert model is not None
         self._model, self._calls, self._place, self._fit = model, calls, place, calls[0].fit
-        self._task = metrics.task_of(calls[0].network)
+        self._task = metrics.task_from_network(calls[0].network)
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for call in calls:
-            training.require_fit(call.start, shapes)
+            training.require_shapes(call.start, shapes)
             training.require_anchors(call.hooks.anchors, shapes)
         self._names = list(shapes)
-        self._values = [self._stacked([call.start[name] for call in calls]) for name in self._names]  # (devices, ...)
-        self._anchors = [self._anchored(index) for index in range(len(calls))]
+        self._values = [
+            self._stack_parameters([call.start[name] for call in calls]) for name in self._names
+        ]  # (devices, ...)
+        self._anchors = [self._device_anchors(index) for index in range(len(calls))]
         self._moves = Moves({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}
         self._accounts = [training.Steps(len(call.examples), self._fit, call.progress) for call in calls]
         # (epochs, examples) each, drawn in the loop's order; so is the seed that it then uses
-        self._orders = [training.orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
+        self._orders = [training.draw_orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
         for call in calls:
             call.rng.integers(2**53)
         self._begun = False
 
-    def trained(self) -> list[Trained | Exception]:
-        """Train all epochs; returns each device's result."""
+    def train(self) -> list[Trained | Exception]:
         each = math.ceil(len(self._calls[0].examples) / self._fit.batch)
         for epoch in range(self._fit.epochs):
             for step in range(each):
                 first = step * self._fit.batch
-                self._step([orders[epoch][first : first + self._fit.batch] for orders in self._orders])
+                self._train_step([orders[epoch][first : first + self._fit.batch] for orders in self._orders])
         arrays = [value.detach().cpu().numpy() for value in self._values]
         return [
             self._failed.get(index)
@@ -145,18 +144,17 @@ class _Graph:
             for index, account in enumerate(self._accounts)
         ]
 
-    def _step(self, rows: Sequence[np.ndarray]) -> None:
-        """Step on one mini-batch per device: rows of its own examples; the last may be shorter than others'."""
+    def _train_step(self, rows: Sequence[np.ndarray]) -> None:
         counts = [len(some) for some in rows]
         longest = max(counts)
         y = np.zeros((len(rows), longest, *self._calls[0].examples.y.shape[1:]), self._calls[0].examples.y.dtype)
         for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
             y[index, : len(some)] = call.examples.y[some]
-        targets = torch_objectives.targets(self._task, y).to(self._place)
-        scores = self._scores(
-            self._inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
+        targets = torch_objectives.targets_tensor(self._task, y).to(self._place)
+        scores = self._compute_scores(
+            self._prepare_inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
         )
-        each = torch_objectives.each(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
+        each = torch_objectives.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
         losses = each.view(len(rows), longest)
         if min(counts) < longest:  # padded rows count for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
@@ -164,11 +162,10 @@ class _Graph:
         means = losses.sum(dim=1) / torch.tensor(counts, device=self._place)  # (devices,)
         gradients = torch.autograd.grad(means.sum(), self._values)
         with torch.no_grad():
-            self._move(self._clipped(self._corrected(list(gradients))))
-        self._account(means.detach().tolist(), counts)
+            self._apply_gradients(self._clip_gradients(self._correct_gradients(list(gradients))))
+        self._record_losses(means.detach().tolist(), counts)
 
-    def _account(self, losses: Sequence[float], counts: Sequence[int]) -> None:
-        """Record the losses; a device whose loss diverges gets its error, and the others continue."""
+    def _record_losses(self, losses: Sequence[float], counts: Sequence[int]) -> None:
         for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):
             if index not in self._failed:
                 try:
@@ -176,8 +173,7 @@ class _Graph:
                 except Exception as error:
                     self._failed[index] = error
 
-    def _corrected(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients corrected by each device's own hook, on its own slice, as in the loop."""
+    def _correct_gradients(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         if not any(call.hooks.correct for call in self._calls):
             return gradients
         for number, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
@@ -190,8 +186,8 @@ class _Graph:
             gradients[number] = torch.stack(parts)
         return gradients
 
-    def _clipped(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients clipped by each device's own norm, as `torch.nn.utils.clip_grad_norm_` does."""
+    def _clip_gradients(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        # The norm is that of each device, as in `torch.nn.utils.clip_grad_norm_`.
         if self._fit.clip <= 0:
             return gradients
         squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients]
@@ -199,15 +195,14 @@ class _Graph:
         shrink = (self._fit.clip / (norms + 1e-6)).clamp(max=1.0)  # (devices,)
         return [gradient * shrink.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
 
-    def _move(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Apply the optimizer: it works element by element, so stacked tensors are each device's own step."""
+    def _apply_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        # The optimizer works element by element, so that stacked tensors are separate steps.
         for value, gradient in zip(self._values, gradients, strict=True):
             value.grad = gradient
         self._moves.step()
         self._moves.zero_grad()
 
-    def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (devices, n, classes) for x (devices, n, ...)."""
+    def _compute_scores(self, x: torch.Tensor) -> torch.Tensor:
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
@@ -217,29 +212,26 @@ class _Graph:
             self._begun = True
         return scores
 
-    def _inputs(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
-        """Inputs (devices, n, ...): the same number of each device's examples, prepared at once."""
+    def _prepare_inputs(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
         x = np.concatenate([call.examples.x[some] for call, some in zip(self._calls, rows, strict=True)])
-        ready = training.features(x, self._calls[0].network)
+        ready = training.network_inputs(x, self._calls[0].network)
         return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
 
-    def _anchored(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
-        """Anchors that this device's hook may use, by tensor."""
+    def _device_anchors(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
         call = self._calls[index]
         if not call.hooks.correct:
             return {}
         start = {name: value[index].detach().clone() for name, value in zip(self._names, self._values, strict=True)}
         held = {
-            key: {name: self._placed(anchor[name]) for name in self._names}
+            key: {name: self._to_device(anchor[name]) for name in self._names}
             for key, anchor in call.hooks.anchors.items()
         }
         return {name: {"start": start[name], **{key: each[name] for key, each in held.items()}} for name in self._names}
 
-    def _placed(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         value = torch.tensor(array, device=self._place)
         return value.float() if value.is_floating_point() else value
 
-    def _stacked(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
-        """Stack as float32, like the network's own parameters; always a copy."""
+    def _stack_parameters(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         value = torch.from_numpy(np.stack([np.asarray(array, np.float32) for array in arrays]))
         return value.to(self._place).requires_grad_()

@@ -1,14 +1,14 @@
-"""Training of any network of the registry with torch: the only training loop.
+"""Training of any network of the registry with torch, in one loop for all methods.
 
-A method changes it through `fedquilt.core.Hooks`, never copies it. A mini-batch whose activations exceed
-the budget is split into micro-batches whose gradients are added up: the same step to float tolerance.
-With trained batch normalisation the mini-batch stays whole, and activations are computed again instead
-(`torch_recompute`): the same bits under any budget. A mini-batch of one example, where a channel has a single value,
-is normalised by the running statistics. Equal input, generator, threads and budget give equal bits.
+A method changes the loop through `fedquilt.core.Hooks`. If the activations of a mini-batch exceed the budget, the batch
+is split into micro-batches whose gradients are added: the same step to float tolerance. With trained batch
+normalisation the mini-batch stays whole and activations are recomputed instead (`torch_recompute`): bit-identical under
+any budget. A mini-batch of one example, with a single value per channel, is normalised by the running statistics. Equal
+input, generator, threads and budget give bit-identical results.
 
-On a processor, networks of small convolutions are laid out channels last (`WIDE`). `Fit.mixed` asks a GPU for that and
-for 16-bit arithmetic: bfloat16 where the GPU computes in it, else float16 with a scaled loss, which skips a step whose
-gradients overflow; on a CPU it has no effect.
+On a CPU, networks of small convolutions use channels-last layout (`WIDE`). `Fit.mixed` selects this layout and 16-bit
+arithmetic on a GPU: bfloat16 where the GPU supports it, else float16 with a scaled loss, which skips steps whose
+gradients overflow. `Fit.mixed` has no effect on a CPU.
 """
 
 from __future__ import annotations
@@ -45,18 +45,22 @@ BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 
 
 class Probe(NamedTuple):
-    """Cost of an example in a network, and the network's number of outputs."""
-
     trained: footprint.Trained
     library: str
     outputs: int
 
-    def room(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
-        """Bytes for activations, beside the weights, anchors, and `moving` copies of what is trained."""
+    def activation_room_bytes(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
+        """Return the bytes left for activations.
+
+        Args:
+            room_bytes: Bytes for the whole training.
+            anchors: Number of the method's anchors.
+            moving: Copies of the trained tensors, such as gradients and moments.
+        """
         held = self.trained
         moving_bytes = moving * (held.weights_bytes - held.still_bytes)
         copies = footprint.COPIES + anchors
-        return room_bytes - footprint.fixed_bytes(
+        return room_bytes - footprint.fixed_training_bytes(
             held.weights_bytes,
             held.convolutions,
             moving_bytes,
@@ -67,17 +71,17 @@ class Probe(NamedTuple):
 
     @property
     def example_bytes(self) -> int:
-        """Activations of one example in training, in bytes."""
-        return footprint.example_bytes(self.trained)
+        """Bytes of activations of one example in training."""
+        return footprint.bytes_per_example(self.trained)
 
 
 class TorchEngine:
-    """A `fedquilt.core.Trainer`. Runs on the GPU where torch finds one.
+    """Trainer on torch, as in `fedquilt.core.Trainer`, on the GPU if torch finds one.
 
     Args:
-        budget_bytes: most that this process may hold resident.
-        base_bytes: resident size before any training.
-        half: 16-bit type for `Fit.mixed`; None: the one this machine is fast in.
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any training.
+        half: 16-bit type for `Fit.mixed`, or None for the type in which this machine is fast.
     """
 
     name = "torch"
@@ -92,12 +96,12 @@ class TorchEngine:
         self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
         base_bytes += gpu.CONTEXT_BYTES if self.gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
-        self._half = half or _half(self._device)
+        self._half = half or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
     def close(self) -> None:
-        """Return cached memory of a GPU; nothing else is held between calls."""
+        """Release cached GPU memory. Nothing else is held between calls."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -112,79 +116,76 @@ class TorchEngine:
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """See `fedquilt.core.Trainer`."""
         steps = training.Steps(len(examples), fit, progress)
-        orders = training.orders(len(examples), fit.epochs, rng)
+        orders = training.draw_orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
-        with _repeatable(int(rng.integers(2**53))):
+        with _deterministic_torch(int(rng.integers(2**53))):
             model, probe = self._build_model(network, start, examples, hooks, half)
             model.train()
             torch_step.freeze_statistics(model, hooks)
-            torch_recompute.settle(model)
+            torch_recompute.handle_single_values(model)
             anchors = torch_step.anchor_tensors(model, hooks)
             moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
-            room_bytes = probe.room(self._room_bytes, anchors=len(anchors), moving=1 + moments)
-            at_once = training.fitting(room_bytes, probe.example_bytes, fit.batch)
-            if torch_recompute.coupled(model):
+            room_bytes = probe.activation_room_bytes(self._room_bytes, anchors=len(anchors), moving=1 + moments)
+            at_once = training.fitting_batch_size(room_bytes, probe.example_bytes, fit.batch)
+            if torch_recompute.has_coupled_examples(model):
                 at_once = min(fit.batch, len(examples))
-            piece_bytes = footprint.piece_bytes(probe.trained, at_once, room_bytes)
+            piece_bytes = footprint.checkpoint_bytes(probe.trained, at_once, room_bytes)
             if piece_bytes is not None:
-                torch_recompute.return_memory()
+                torch_recompute.return_freed_memory()
             kept: dict[str, Any] = {"anchors": len(anchors), "moments": moments, "piece_bytes": piece_bytes}
             planned = footprint.training_bytes(probe.trained, at_once, **kept, library=probe.library)
             self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
-            task = metrics.task_of(network)
+            task = metrics.task_from_network(network)
             steppers = [torch_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
             told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
             for order in orders:
-                for batch in training.batches(order, fit.batch):
+                for batch in training.mini_batches(order, fit.batch):
                     for stepper in steppers:
                         parts = training.micro_batches(batch, at_once)
-                        given = (self._batch(network, examples, part, hooks) for part in parts)
+                        given = (self._load_batch(network, examples, part, hooks) for part in parts)
                         losses = stepper.step(given, len(batch), piece_bytes)
                     told.append((losses, len(batch)))
                     if len(told) >= READ_AT_ONCE[self._device.type]:
-                        _read(told, steps)
-            _read(told, steps)
-            return _arrays_of(model), steps.metrics()
+                        _record_steps(told, steps)
+            _record_steps(told, steps)
+            return _arrays_from_model(model), steps.metrics()
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> EvaluationSums:
-        """See `fedquilt.core.Trainer`."""
         if not len(examples):
-            return EvaluationSums(examples=0, task=metrics.task_of(network))
-        task = metrics.task_of(network)
+            return EvaluationSums(examples=0, task=metrics.task_from_network(network))
+        task = metrics.task_from_network(network)
         found = objectives.Evaluation(task)
-        with _repeatable(0):
+        with _deterministic_torch(0):
             module, probe = self._build_model(network, model, examples, hooks)
             module.eval()
-            at_once = training.fitting(
-                probe.room(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
+            at_once = training.fitting_batch_size(
+                probe.activation_room_bytes(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
             )
             with torch.inference_mode():
-                for rows in training.batches(np.arange(len(examples)), at_once):
-                    x, y = self._batch(network, examples, rows, hooks)
+                for rows in training.mini_batches(np.arange(len(examples)), at_once):
+                    x, y = self._load_batch(network, examples, rows, hooks)
                     scores = module(x)
-                    loss = float(torch_objectives.total(task, scores, y))
-                    found.add(scores.cpu().numpy(), examples.y[rows], loss)
+                    loss = float(torch_objectives.total_loss(task, scores, y))
+                    found.add_batch(scores.cpu().numpy(), examples.y[rows], loss)
         return found.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
-        """See `fedquilt.core.Trainer`."""
         training.require_examples(examples, each)
-        with _repeatable(0):
+        with _deterministic_torch(0):
             module, probe = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
-            room = probe.room(self._room_bytes, moving=1)
+            room = probe.activation_room_bytes(self._room_bytes, moving=1)
             # a group needs one gradient of all weights, and its examples' activations
             group = probe.trained.weights_bytes + each * probe.example_bytes
-            groups = training.fitting(room, group, fisher.TOGETHER)
-            rows = training.batches(np.arange(len(examples)), groups * each)
-            parts = (self._batch(network, examples, some, hooks) for some in rows)
-            loss = partial(torch_objectives.total, metrics.task_of(network))
+            groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
+            rows = training.mini_batches(np.arange(len(examples)), groups * each)
+            parts = (self._load_batch(network, examples, some, hooks) for some in rows)
+            loss = partial(torch_objectives.total_loss, metrics.task_from_network(network))
             found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
 
@@ -199,31 +200,32 @@ class TorchEngine:
         """Return the network with these tensors and hooks, and the cost of an example in it."""
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
-        model = model.to(self._device, memory_format=self._layout(model, half))  # before the probe compiles its kernels
+        model = model.to(
+            self._device, memory_format=self._memory_format(model, half)
+        )  # before the probe compiles its kernels
         held = tensor_register.state_without_aliases(model)
         start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
-        training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
-        torch_step.free(model, hooks)
-        probe = self._probe(model, network, examples, hooks)
-        objectives.require_targets(examples, probe.outputs, metrics.task_of(network))
+        training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
+        torch_step.enable_gradients(model, hooks)
+        probe = self._probe_network(model, network, examples, hooks)
+        objectives.require_targets(examples, probe.outputs, metrics.task_from_network(network))
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
         return model, probe
 
-    def _layout(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
-        """Layout of the network's convolutions and pictures: the one that is faster and takes no more memory."""
+    def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
         small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None: not in this part
         plain = all(each.groups == 1 for each in pictured)
         last = half is not None or (self._device.type == "cpu" and small and plain)
         return torch.channels_last if last else torch.contiguous_format
 
-    def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
-        """Run two examples, as batch normalisation takes no fewer, and measure what the backward pass would need."""
-        x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]), hooks)
+    def _probe_network(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
+        # Batch normalisation takes no fewer than two examples.
+        x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
-            trained, scores = footprint.weigh(model, x)
+            trained, scores = footprint.measure_training(model, x)
         except RuntimeError as error:
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
@@ -237,35 +239,31 @@ class TorchEngine:
             )
         return Probe(trained, str(network.get("name", "")).partition("/")[0], scores.shape[1])
 
-    def _batch(
+    def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets on the device; a GPU copies them while this process goes on."""
-        x = torch.from_numpy(training.features(examples.x[rows], network, hooks.inputs))
-        y = torch_objectives.targets(metrics.task_of(network), examples.y[rows])
+        x = torch.from_numpy(training.network_inputs(examples.x[rows], network, hooks.inputs))
+        y = torch_objectives.targets_tensor(metrics.task_from_network(network), examples.y[rows])
         if self._device.type == "cpu":
             return x, y
         x, y = (value.pin_memory().to(self._device, non_blocking=True) for value in (x, y))
         return x, y
 
 
-def _read(told: list[tuple[list[torch.Tensor], int]], steps: training.Steps) -> None:
-    """Account for the steps in `told`, and empty it."""
+def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.Steps) -> None:
     for losses, examples in told:
         steps.add_step(sum(map(float, losses)), examples)
     told.clear()
 
 
-def _half(device: torch.device) -> torch.dtype | None:
-    """16-bit type in which this machine computes faster than in 32 bits: none on a CPU."""
+def _fast_half_type(device: torch.device) -> torch.dtype | None:
     if device.type != "cuda":
         return None
     ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16
     return torch.bfloat16 if ampere else torch.float16
 
 
-def _arrays_of(model: nn.Module) -> dict[str, np.ndarray]:
-    """Return a model's parameters and buffers as arrays."""
+def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
     return {
         name: value.detach().cpu().contiguous().numpy()
         for name, value in tensor_register.state_without_aliases(model).items()
@@ -273,8 +271,7 @@ def _arrays_of(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 @contextmanager
-def _repeatable(seed: int) -> Iterator[None]:
-    """Reproducible bits: torch's own draws (dropout) from `seed`, and deterministic kernels where there are some."""
+def _deterministic_torch(seed: int) -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():

@@ -1,8 +1,7 @@
-"""Optimizer steps by torch's own functions, without its `Optimizer` class.
+"""Optimizer steps by torch's functions, without torch's `Optimizer` class.
 
-Making an object of that class imports torch's compiler and sympy: 73 MB and a second or more of every
-training process, on boards whose whole budget may be 512 MB. The functions it calls need neither and
-give the same bits.
+An object of that class imports torch's compiler and sympy: 73 MB and a second or more in every training process, on
+boards whose whole budget may be 512 MB. The functions give bit-identical results without these imports.
 """
 
 from __future__ import annotations
@@ -21,22 +20,24 @@ EPS = 1e-8
 
 
 class Moves:
-    """Optimizer of `Fit` for tensors grouped by learning rate. `torch.amp.GradScaler` accepts it as one."""
+    """Optimizer of `Fit` for tensors grouped by learning rate, usable with `torch.amp.GradScaler`.
+
+    Args:
+        groups: Tensors by learning rate, updated from their `.grad`.
+        fit: Optimizer settings.
+    """
 
     def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
-        """`groups`: learning rate -> tensors, moved by their `.grad`."""
         self._fit = fit
         self._groups = [_Group(rate, list(values)) for rate, values in groups.items()]
         self.param_groups: list[dict[str, Any]] = [{"params": group.values} for group in self._groups]
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for group in self._groups:
             for value in group.values:
                 value.grad = None
 
     def step(self) -> None:
-        """Update every tensor that has a gradient."""
         with torch.no_grad():
             for group in self._groups:
                 rows = [i for i, value in enumerate(group.values) if value.grad is not None]
@@ -56,11 +57,10 @@ class _Group:
         self._steps = [torch.tensor(0.0) for _ in values]
 
     def sgd(self, rows: Sequence[int], fit: Fit) -> None:
-        """Take a step of SGD on these rows."""
         buffers = [self._first[i] for i in rows]
         sgd(
             [self.values[i] for i in rows],
-            [_gradient(self.values[i]) for i in rows],
+            [_require_gradient(self.values[i]) for i in rows],
             buffers,
             weight_decay=fit.weight_decay,
             momentum=fit.momentum,
@@ -73,14 +73,13 @@ class _Group:
             self._first[i] = buffer
 
     def adam(self, rows: Sequence[int], fit: Fit) -> None:
-        """Take a step of Adam on these rows."""
         for i in rows:
             if self._first[i] is None:
                 self._first[i] = torch.zeros_like(self.values[i])
                 self._second[i] = torch.zeros_like(self.values[i])
         adam(
             [self.values[i] for i in rows],
-            [_gradient(self.values[i]) for i in rows],
+            [_require_gradient(self.values[i]) for i in rows],
             [self._first[i] for i in rows],
             [self._second[i] for i in rows],
             [],
@@ -95,6 +94,6 @@ class _Group:
         )
 
 
-def _gradient(value: torch.Tensor) -> torch.Tensor:
+def _require_gradient(value: torch.Tensor) -> torch.Tensor:
     assert value.grad is not None
     return value.grad

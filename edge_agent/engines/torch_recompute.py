@@ -1,9 +1,9 @@
-"""Batch normalisation over whole mini-batches in little memory: exact, whatever the budget.
+"""Batch normalisation over whole mini-batches in little memory, with bit-identical results.
 
-Batch normalisation couples the examples of a mini-batch, forward and backward, so that micro-batches would take
-another step. A network with any is therefore run with its whole mini-batch. If the tensors that the forward pass
-keeps for the backward one do not fit, `run` keeps none: the backward pass has them made again, piece by piece from
-the last to the first, by repeating the forward pass up to the piece. The arithmetic is the same, and so is every bit.
+Batch normalisation couples the examples of a mini-batch, so that micro-batches would take another step. A network with
+batch normalisation therefore runs with its whole mini-batch. If the tensors saved for the backward pass do not fit,
+`run_with_recomputation` saves none: the backward pass recomputes them piece by piece, from the last to the first, by
+repeating the forward pass up to each piece.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
 OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pages of their own
 
 
-def coupled(model: nn.Module) -> bool:
-    """Whether trained batch normalisation couples the examples of a mini-batch."""
+def has_coupled_examples(model: nn.Module) -> bool:
+    """Return whether trained batch normalisation couples the examples of a mini-batch."""
     norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
     return any(each.training or each.running_mean is None for each in norms)
 
 
-def settle(model: nn.Module) -> None:
-    """Let batch normalisation use its running statistics, unchanged, where a channel has a single value.
+def handle_single_values(model: nn.Module) -> None:
+    """Make batch normalisation use its running statistics where a channel has a single value.
 
-    A last mini-batch of one example leads to that, behind pooling or in a fully connected network: the value has no
-    variance, and torch refuses the step. The layer then works as in evaluation mode, for this step alone.
+    This occurs in a last mini-batch of one example, behind pooling or in a fully connected network: a single value has
+    no variance, and torch refuses the step. For this step the layer works as in evaluation mode.
 
     Raises, in such a step:
-        ModelError: the layer keeps no running statistics.
+        ModelError: If the layer has no running statistics.
     """
 
-    def before(path: str, layer: Any, inputs: tuple[Any, ...]) -> None:
+    def freeze_single_value(path: str, layer: Any, inputs: tuple[Any, ...]) -> None:
         single = layer.training and inputs[0].numel() == inputs[0].shape[1]
         if single and layer.running_mean is None:
             raise ModelError(
@@ -54,38 +54,39 @@ def settle(model: nn.Module) -> None:
         if single:
             layer.training = False
 
-    def after(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def unfreeze(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if layer.single:
             layer.training = True
 
     for path, each in model.named_modules():
         if isinstance(each, _BatchNorm):
-            each.register_forward_pre_hook(lambda layer, inputs, path=path: before(path, layer, inputs))
-            each.register_forward_hook(after, always_call=True)
+            each.register_forward_pre_hook(lambda layer, inputs, path=path: freeze_single_value(path, layer, inputs))
+            each.register_forward_hook(unfreeze, always_call=True)
 
 
-def return_memory() -> None:
-    """Let this process return freed tensors to the kernel at once, from now on; specific to glibc.
+def return_freed_memory() -> None:
+    """Make glibc return freed tensors to the kernel at once, for the rest of this process.
 
-    Otherwise glibc keeps freed memory in its heap, in holes between live tensors: for ResNet-20 in pieces as much as
-    if everything were kept. The kernel clears pages more often then, which costs time.
+    Otherwise glibc keeps freed memory in holes between live tensors: with ResNet-20 as much as if all tensors were
+    kept. The kernel clears pages more often then, which costs time.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
 
 
-def run(model: nn.Module, forward: Callable[[], T], lasting: Iterable[torch.Tensor], piece_bytes: int) -> T:
-    """Result of `forward`, whose backward pass has its tensors made again in pieces.
+def run_with_recomputation(
+    model: nn.Module, forward: Callable[[], T], lasting: Iterable[torch.Tensor], piece_bytes: int
+) -> T:
+    """Return the result of `forward`, whose backward pass recomputes saved tensors in pieces.
 
     Args:
-        model: network whose buffers and parameters the pass uses.
-        forward: runs the model. It is run again, from the same random state and the same buffers, whose later
-            values stay.
-        lasting: tensors that stay in memory until the backward pass has ended anyway, beside the model's own.
-        piece_bytes: bytes of the backward pass's tensors that may be held at once.
+        model: Network whose buffers and parameters the pass uses.
+        forward: Function that runs the model, repeated from the same random state and buffers.
+        lasting: Tensors besides the model's that stay in memory until the end of the backward pass.
+        piece_bytes: Most bytes of recomputed tensors held at once.
     """
     again = _Again(model, forward, lasting, piece_bytes)
-    with torch.autograd.graph.saved_tensors_hooks(again.drop, again.find):
+    with torch.autograd.graph.saved_tensors_hooks(again.pack_tensor, again.unpack_tensor):
         return forward()
 
 
@@ -112,15 +113,14 @@ class _Again:
         self._forward, self._piece_bytes = forward, piece_bytes
         self._buffers = list(model.buffers())
         self._begun = [value.clone() for value in self._buffers]
-        self._random = _random()
+        self._random = _random_state()
         held = [*model.parameters(), *self._buffers, *lasting]
         self._lasting = {value.untyped_storage().data_ptr() for value in held}
         self._kept: list[weakref.ref[_Kept]] = []
         self._sizes: list[int] = []  # bytes that each adds to those before it
         self._seen: dict[int, StorageWeakRef] = {}
 
-    def drop(self, value: torch.Tensor) -> Any:
-        """Placeholder for a tensor that would be kept."""
+    def pack_tensor(self, value: torch.Tensor) -> Any:
         storage = value.untyped_storage()
         if storage.data_ptr() in self._lasting:
             return value.detach()
@@ -132,18 +132,16 @@ class _Again:
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def find(self, kept: Any) -> torch.Tensor:
-        """The tensor itself; the backward pass frees it after use."""
+    def unpack_tensor(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         if kept.value is None:
-            self._repeat(kept.index)
+            self._recompute(kept.index)
         if kept.value is None:
             raise ModelError("this network's forward pass is another one when it is repeated: give it more memory")
         return kept.value
 
-    def _repeat(self, index: int) -> None:
-        """Compute the latest tensors still wanted, at least this one, and before it as many as a piece holds."""
+    def _recompute(self, index: int) -> None:
         wanted = [each for ref in self._kept if (each := ref()) is not None and each.value is None]
         piece, size = {}, 0
         for each in reversed(wanted):
@@ -153,7 +151,7 @@ class _Again:
             piece[each.index] = each
         count, last = 0, max(piece)
 
-        def keep(value: torch.Tensor) -> None:
+        def keep_tensor(value: torch.Tensor) -> None:
             nonlocal count
             if value.untyped_storage().data_ptr() in self._lasting:
                 return
@@ -163,21 +161,20 @@ class _Again:
             if count > last:
                 raise _Enough
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, _never)
-        with self._as_begun(), torch.enable_grad(), hooks, contextlib.suppress(_Enough):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep_tensor, _reject_backward)
+        with self._initial_state(), torch.enable_grad(), hooks, contextlib.suppress(_Enough):
             self._forward()
 
     @contextmanager
-    def _as_begun(self) -> Iterator[None]:
-        """Random state and buffers as at the start of the first pass; restores their present values afterwards."""
-        later, random = [value.clone() for value in self._buffers], _random()
-        self._put(self._begun, self._random)
+    def _initial_state(self) -> Iterator[None]:
+        later, random = [value.clone() for value in self._buffers], _random_state()
+        self._set_state(self._begun, self._random)
         try:
             yield
         finally:
-            self._put(later, random)
+            self._set_state(later, random)
 
-    def _put(self, values: list[torch.Tensor], random: list[torch.Tensor]) -> None:
+    def _set_state(self, values: list[torch.Tensor], random: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self._buffers, values, strict=True):
                 buffer.copy_(value)
@@ -186,11 +183,10 @@ class _Again:
             torch.cuda.set_rng_state(each)
 
 
-def _random() -> list[torch.Tensor]:
-    """State of torch's generators: the processor's, and of the GPU in use if there is one."""
+def _random_state() -> list[torch.Tensor]:
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]
 
 
-def _never(kept: None) -> torch.Tensor:
+def _reject_backward(kept: None) -> torch.Tensor:
     raise AssertionError("the graph of a repeated forward pass has no backward pass")

@@ -1,4 +1,4 @@
-"""One step of the training loop in torch: gradients over micro-batches, correction, clipping, the optimizer's step."""
+"""One step of torch training: gradients of micro-batches, correction, clipping and optimizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Anchors = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Stepper:
-    """Updates the tensors of one `fedquilt.core.Step`. Each step has an optimizer of its own.
+    """Optimizer and gradients of one `fedquilt.core.Step`.
 
     Args:
-        half: 16-bit type to compute in; None: everything in 32 bits.
-        task: kind of prediction, which decides the loss.
+        half: 16-bit type to compute in, or None for 32 bits.
+        task: Kind of prediction, which decides the loss.
 
     Raises:
-        ModelError: no tensor would be updated.
+        ModelError: If the step would update no tensor.
     """
 
     def __init__(
@@ -55,34 +55,34 @@ class Stepper:
         place = next(iter(self._moved.values())).device.type
         self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
         self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
-        self._claim()
+        self._enable_gradients()
 
     def step(
         self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, piece_bytes: int | None = None
     ) -> list[torch.Tensor]:
-        """Step on a mini-batch of `count` examples given in parts.
-
-        Returns:
-            What each part has of the mini-batch's mean loss before the step, without penalty, as a scalar on the
-            device: reading it waits for the device's work. A penalty that is not finite is returned as the loss.
+        """Take a step on a mini-batch of `count` examples given in parts.
 
         Args:
-            parts: (inputs, targets) of each micro-batch.
-            count: examples in all parts.
-            piece_bytes: bytes of the backward pass's tensors that may be held at once; None: all.
+            parts: Inputs and targets of each micro-batch.
+            count: Number of examples in all parts.
+            piece_bytes: Most bytes of recomputed tensors held at once, or None to save all tensors.
+
+        Returns:
+            Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
+            scalar waits for the device. A penalty that is not finite is returned as the loss.
         """
         if not self._alone:
-            self._claim()
+            self._enable_gradients()
         if self._step.begin:
             self._step.begin(self._model)
         self._moves.zero_grad()
         losses = []
         for x, y in parts:
-            passed = partial(self._forward, x, y, count)
+            passed = partial(self._compute_loss, x, y, count)
             if piece_bytes is None:
                 loss, told = passed()
             else:
-                loss, told = torch_recompute.run(self._model, passed, (x, y), piece_bytes)
+                loss, told = torch_recompute.run_with_recomputation(self._model, passed, (x, y), piece_bytes)
             losses.append(told)
             self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._moves)
@@ -96,24 +96,22 @@ class Stepper:
         self._scaler.update()
         return losses
 
-    def _forward(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Contribution of these examples to the loss; and the same without the penalty, unless that is not finite."""
+    def _compute_loss(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast:
             scores = self._model(x)
-            loss = torch_objectives.total(self._task, scores, y) / count
+            loss = torch_objectives.total_loss(self._task, scores, y) / count
             if not self._step.penalty:
                 return loss, loss.detach()
             extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
-    def _claim(self) -> None:
-        """Enable gradients only for tensors that this step updates: the rest of the backward pass is not computed."""
+    def _enable_gradients(self) -> None:
         for name, value in self._model.named_parameters():
             value.requires_grad_(name in self._moved)
 
 
-def free(model: nn.Module, hooks: Hooks) -> None:
-    """Enable gradients only for tensors that some step updates."""
+def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
+    """Enable gradients of the tensors that any step updates, and disable all others."""
     for name, value in model.named_parameters():
         value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
 
@@ -137,7 +135,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them.
 
     Raises:
-        ModelError: one does not fit the network.
+        ModelError: If an anchor does not fit the network.
     """
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
@@ -145,9 +143,9 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 
-    def placed(anchor: Tensors) -> dict[str, torch.Tensor]:
+    def to_tensors(anchor: Tensors) -> dict[str, torch.Tensor]:
         kept = {name: torch.tensor(array, device=place) for name, array in anchor.items()}
         return {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
 
     start = {name: value.detach().clone() for name, value in held.items()}
-    return {"start": start, **{name: placed(anchor) for name, anchor in hooks.anchors.items()}}
+    return {"start": start, **{name: to_tensors(anchor) for name, anchor in hooks.anchors.items()}}

@@ -1,4 +1,4 @@
-"""Common parts of the training engines, so that they take the same steps: order, inputs, checks, micro-batches."""
+"""Common parts of the training engines: order of examples, inputs, checks and micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fedquilt.core import DataError, DivergedError, JobError, ModelError
-from fedquilt.data.inputs import prepare as network_input
+from fedquilt.data.inputs import prepare_inputs as network_input
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
@@ -18,27 +18,27 @@ EXPLODED = 10.0  # factor on the first step's loss, and at least this many nats:
 SETTLED_STEPS = 10  # steps before an epoch's mean is judged: one odd mini-batch is no explosion
 
 
-def orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """One order of `count` examples per epoch. All are drawn first, so that later draws of an engine do not matter."""
+def draw_orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Draw an order of the examples for each epoch, all at once before any other random draw."""
     return [rng.permutation(count) for _ in range(epochs)]
 
 
-def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Mini-batches of one epoch; the last may be smaller."""
+def mini_batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield the mini-batches of one epoch. The last may be smaller."""
     for first in range(0, len(order), size):
         yield order[first : first + size]
 
 
 def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
-    """Split the mini-batch into the fewest parts of at most `most` examples, about equal in size."""
+    """Split a mini-batch into the fewest parts of at most `most` examples, about equal in size."""
     return [batch] if len(batch) <= most else np.array_split(batch, math.ceil(len(batch) / most))
 
 
-def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
-    """Number of examples to run at once: `wanted`, halved until they fit, at least 1.
+def fitting_batch_size(room_bytes: float, example_bytes: float, wanted: int) -> int:
+    """Return the number of examples to run at once: `wanted`, halved until they fit, at least 1.
 
-    The room follows from the budget and constants, never from the process's present size: the
-    size of micro-batches decides the last bits of a result, which have to be the same in every run.
+    The room must follow from the budget and constants, never from the present size of the process. The size of
+    micro-batches decides the last bits of a result, which must be the same in every run.
     """
     size = max(1, wanted)
     while size > 1 and size * example_bytes > room_bytes:
@@ -46,25 +46,25 @@ def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
     return size
 
 
-def features(
+def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Network inputs of stored examples: float32, by the network's "input" table or in their own shape.
+    """Return network inputs of stored examples in float32, by the network's "input" table if any.
 
     Args:
-        x: examples as stored.
-        network: its table.
-        inputs: a method's own conversion (`Hooks.inputs`), instead.
+        x: Examples as stored.
+        network: Network table.
+        inputs: Conversion of the method (`Hooks.inputs`) that replaces the default, or None.
 
     Raises:
-        DataError: they cannot be converted.
+        DataError: If the examples cannot be converted.
     """
     if inputs is not None:
         return inputs(x)
     if "input" in network:
         return network_input(x, network["input"])
     if network.get("name") == "transformer":
-        return _tokens(x, network["vocabulary"])
+        return _token_inputs(x, network["vocabulary"])
     if x.dtype.kind == "u":
         return np.divide(x, np.float32(np.iinfo(x.dtype).max), dtype=np.float32)  # in one pass over the numbers
     if x.dtype.kind not in "fib":
@@ -72,12 +72,7 @@ def features(
     return x.astype(np.float32)
 
 
-def _tokens(x: np.ndarray, known: int) -> np.ndarray:
-    """Token numbers (n, length) as float32.
-
-    Raises:
-        DataError: they are no token numbers, or beyond the network's vocabulary.
-    """
+def _token_inputs(x: np.ndarray, known: int) -> np.ndarray:
     if x.dtype.kind not in "ui":
         raise DataError(f"examples of type {x.dtype}: a transformer takes whole numbers of tokens; see [data.text]")
     low, high = int(x.min(initial=0)), int(x.max(initial=0))
@@ -90,14 +85,14 @@ def _tokens(x: np.ndarray, known: int) -> np.ndarray:
 
 
 def require_examples(examples: Examples, each: int) -> None:
-    """Raise DataError if there are no examples to take gradients of, JobError unless `each` is 1 or more."""
+    """Raise DataError if there are no examples for gradients, and JobError if `each` is below 1."""
     if not len(examples):
         raise DataError("no examples: this device has nothing to take gradients of")
     if each < 1:
         raise JobError(f"groups of {each} examples: at least 1 is wanted")
 
 
-def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ModelError unless the tensors have exactly these names and shapes."""
     if odd := sorted(start.keys() ^ shapes.keys()):
         side = "lack" if odd[0] in shapes else "have"
@@ -108,7 +103,7 @@ def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError unless every anchor has a tensor of each of these names and shapes; it may have more."""
+    """Raise ModelError unless each anchor has tensors of these names and shapes."""
     for anchor, held in anchors.items():
         for name, shape in shapes.items():
             if name not in held or held[name].shape != shape:
@@ -117,10 +112,10 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
 
 
 class Steps:
-    """Progress and metrics of one training; refuses a loss that diverges.
+    """Progress and metrics of one training run, which detects divergence.
 
-    A loss that is not finite is refused at once; one that has exploded, when the mean of an epoch so far
-    shows it. The update would do harm: added up, it would spoil everybody's model.
+    A loss that is not finite raises DivergedError at once. A loss that has exploded does when the mean of the epoch so
+    far shows the increase. Such an update would spoil the aggregate of all devices.
     """
 
     def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
@@ -134,10 +129,14 @@ class Steps:
         self._sum, self._seen, self._first = 0.0, 0, 0.0
 
     def add_step(self, loss: float, examples: int) -> None:
-        """Count one step and report progress. `loss` is its mean over `examples`, before the step.
+        """Count one step and report progress.
+
+        Args:
+            loss: Mean loss over the examples before the step.
+            examples: Number of examples in the step.
 
         Raises:
-            DivergedError: it is not finite, or has exploded.
+            DivergedError: If the loss is not finite or has exploded.
         """
         if self._done % self._each == 0:
             self._sum, self._seen = 0.0, 0  # the last epoch's loss is reported
@@ -160,7 +159,7 @@ class Steps:
         raise DivergedError(f"{what}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:
-        """Mean loss over the last epoch, and the number of steps."""
+        """Return the mean loss over the last epoch and the number of steps."""
         if not self._seen:
             return {"steps": 0.0}
         return {"loss": self._sum / self._seen, "steps": float(self._done)}

@@ -1,1 +1,1 @@
-"""Energy of tasks: the choice of clocks, their control, and the accounting of joules."""
+"""Energy of tasks: choice and control of clocks, and energy accounting."""

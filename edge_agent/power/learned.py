@@ -1,23 +1,22 @@
-"""Learned speed and power of one workload on this board. Pure: measured stretches of tasks in, estimates out.
+"""Learned speed and power of one workload on this device. Pure functions.
 
-A profile says how long work takes at each operating point and what the board draws there, as `fedquilt record` has
-measured it with work of its own. A task is not like that: it may run on the GPU where the CPU was recorded, wait for
-memory or for launches, and leave units idle. So two laws are learned for each engine and workload. Each is a sum of
-columns with weights that are not negative:
+A profile contains the time and power of recorded work at each operating point, as measured by `fedquilt record`. A task
+differs from that work: it may run on the GPU where the CPU was recorded, wait for memory or launches, and leave units
+idle. Two laws are therefore learned for each engine and workload, each a sum of columns with non-negative weights:
 
     seconds = the profile's + amount * (1 / f_cpu + 1 / f_gpu + 1 / f_emc + 1)
     watts   = the profile's + f_cpu^3 + f_gpu^3 + speed * (f_cpu^2 + f_gpu^2 + 1) + 1
 
-The time is a roofline whose parts add up: what follows each clock, and what follows none. In the power, f^3 is a unit
-that runs whether it is of use or not, its voltage following the clock; the terms with the speed (work done in a second)
-are units that draw only while they work. Where a voltage is at its floor, the profile's column and the constant carry
-the difference, as they do for leakage.
+The time is a roofline with additive parts, one for each clock and one for none. In the power, f^3 is a unit that is
+always on and whose voltage follows the clock. The terms with the speed (work per second) are units that draw power only
+while working. Where a voltage is at its floor, the profile's column and the constant account for the difference, as for
+leakage.
 
 Each column of the time is scaled so that it alone would explain the first measurement, and each of the power to be as
-large at the highest clocks. Weights begin at (1, 0, 0, ...), which is the profile times one factor, with a
-Gaussian prior: a few measurements move only the directions that they show, and what is left of the prior says how
-sure an estimate is at a point that was never held. A measurement adds one row to a matrix of fixed size, older rows
-count less, and errors are relative. All in plain floats: an agent's daemon imports no numpy.
+large at the highest clocks. Weights begin at (1, 0, 0, ...), the profile times one factor, with a Gaussian prior: a few
+measurements change only the directions that they show, and the remaining prior gives the uncertainty of points that
+were never used. A measurement adds one row to a matrix of fixed size, older rows count less, and errors are relative.
+All in plain floats, because an agent's daemon imports no numpy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from msgspec.structs import replace
 
 from fedquilt import cost_model
 from fedquilt.core import Amount, Count, Label, OperatingPoint, Wired, Work
-from fedquilt.core.latest import latest
+from fedquilt.core.latest import cache_last_call
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
 TIME: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
@@ -52,7 +51,7 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
 class Law(Wired, frozen=True):
-    """What was measured of one quantity, as the normal equations of its weights."""
+    """Measurements of one quantity, as the normal equations of its weights."""
 
     at: OperatingPoint  # point of the first measurement: the columns' unit
     top: dict[Label, Amount]  # highest clocks of the board then, by axis
@@ -64,29 +63,25 @@ class Law(Wired, frozen=True):
 
 
 class Latest(Wired, frozen=True):
-    """Latest task of a workload: what it was, and how long it had."""
-
     work: Work  # of the whole task
     left_s: float  # until its deadline, once its data was loaded
 
 
 class Learned(Wired, frozen=True):
-    """What a board has learned of one engine and workload; the laws are None as long as the profile holds."""
+    """Learned time and power of one engine and workload. Laws are None while the profile holds."""
 
     time: Law | None = None
     power: Law | None = None
     latest: Latest | None = None  # for who examines the board: nothing is chosen by it
 
     @property
-    def sound(self) -> bool:
-        """Whether the laws have the sizes of this version; others are of no use to it."""
+    def is_valid(self) -> bool:
+        """Whether the laws have the sizes of this version."""
         laws = ((self.time, len(TIME)), (self.power, len(POWER)))
         return all(law is None or (len(law.rows), len(law.aims)) == (size * size, size) for law, size in laws)
 
 
 class Seen(NamedTuple):
-    """One stretch of a task, held at one point from its beginning to its end."""
-
     point: OperatingPoint
     work: Work  # done in the stretch
     seconds: float
@@ -95,7 +90,7 @@ class Seen(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Estimate of a task at one point. Spreads are standard deviations, relative to the value."""
+    """Estimated time and power at one point, with relative standard deviations."""
 
     seconds: float
     seconds_spread: float
@@ -103,9 +98,9 @@ class Estimate(NamedTuple):
     watts_spread: float
 
 
-def estimates(learned: Learned, points: Sequence[OperatingPoint], work: Work) -> list[Estimate | None]:
-    """Estimate the work at each point, in their order; None: the profile says nothing of its time there."""
-    seconds_at, power = _seconds(_fitted(learned.time, TIME), work), _fitted(learned.power, POWER)
+def estimate_points(learned: Learned, points: Sequence[OperatingPoint], work: Work) -> list[Estimate | None]:
+    """Estimate the work at each point, or None where the profile has no time."""
+    seconds_at, power = _time_predictor(_fit_law(learned.time, TIME), work), _fit_law(learned.power, POWER)
     there_s = None if power is None else seconds_at(power.law.at)[0]
     found: list[Estimate | None] = []
     for point in points:
@@ -115,40 +110,40 @@ def estimates(learned: Learned, points: Sequence[OperatingPoint], work: Work) ->
             continue
         watts: tuple[float | None, float] = (point.busy_w, 0.0)
         if power is not None and point.busy_w is not None:
-            watts = power.at(_power_columns(power.law, point, seconds, there_s))
+            watts = power.evaluate(_power_columns(power.law, point, seconds, there_s))
         found.append(Estimate(seconds, spread, *watts))
     return found
 
 
-@latest
-def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
-    """What is known after one more stretch. Values that cannot be true teach nothing.
+@cache_last_call
+def learn_segment(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
+    """Return the learned costs after one more segment. Impossible values change nothing.
 
-    A stretch unlike all before is left out; a second one in a row makes the law begin anew, as the work now runs
-    elsewhere: on the CPU for want of a GPU, say.
+    A segment unlike all earlier ones is left out. A second one in a row resets the law, because the work now runs
+    elsewhere, for example on the CPU for lack of a GPU.
 
     Args:
-        learned: before.
-        seen: the stretch.
-        at_once: begin anew at the first stretch that is unlike all before.
+        learned: Learned costs before the segment.
+        seen: Measured segment.
+        at_once: Reset the law at the first segment that is unlike all earlier ones.
     """
-    told_s = cost_model.seconds(seen.work, seen.point)
+    told_s = cost_model.work_seconds(seen.work, seen.point)
     if told_s is None or not 0 < seen.seconds < math.inf:
         return learned
     point, watts = seen.point, seen.watts
-    time = _added(
+    time = _add_measurement(
         learned.time, TIME, seen, (told_s, seen.seconds), at_once, lambda law: _time_columns(law, seen.work)(point)
     )
     anew = learned.time is not None and time is not None and time.count < learned.time.count
     power = None if anew else learned.power
     if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.odd):
-        seconds_at = _seconds(_fitted(time, TIME), seen.work)
+        seconds_at = _time_predictor(_fit_law(time, TIME), seen.work)
         here_s = seconds_at(point)[0]
 
-        def columns(law: Law) -> list[float]:
+        def power_columns(law: Law) -> list[float]:
             return _power_columns(law, point, here_s, seconds_at(law.at)[0])
 
-        power = _added(power, POWER, seen, (point.busy_w, watts), at_once, columns)
+        power = _add_measurement(power, POWER, seen, (point.busy_w, watts), at_once, power_columns)
     return Learned(time=time, power=power, latest=learned.latest)
 
 
@@ -156,59 +151,56 @@ def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
 
 
 def _time_columns(law: Law, work: Work) -> Callable[[OperatingPoint], list[float] | None]:
-    """Columns of some work by point; what is the same at all points is computed once."""
-    there_s, unit = cost_model.seconds(work, law.at), clocks_of(law.at)
+    there_s, unit = cost_model.work_seconds(work, law.at), clocks_by_axis(law.at)
     if there_s is None:
         return lambda point: None
     unit_s = law.ratio * there_s
 
-    def columns(point: OperatingPoint) -> list[float] | None:
-        here_s = cost_model.seconds(work, point)
+    def columns_at(point: OperatingPoint) -> list[float] | None:
+        here_s = cost_model.work_seconds(work, point)
         if here_s is None:
             return None
-        clocks = [unit_s / share if share else 0.0 for share in _shares(unit, point, AXES)]
+        clocks = [unit_s / share if share else 0.0 for share in _relative_clocks(unit, point, AXES)]
         return [law.ratio * here_s, *clocks, unit_s]
 
-    return columns
+    return columns_at
 
 
 def _power_columns(law: Law, point: OperatingPoint, here_s: float | None, there_s: float | None) -> list[float]:
-    """Columns of a point where the work takes `here_s`, and `there_s` at the law's first point."""
     speed = there_s / here_s if here_s and there_s else 1.0
     unit_w = law.ratio * (law.at.busy_w or 0.0)
-    here, there = _shares(law.top, point, AXES), _shares(law.top, law.at, AXES)
+    here, there = _relative_clocks(law.top, point, AXES), _relative_clocks(law.top, law.at, AXES)
     cubes = [unit_w * share**3 for share in here[:2]]
     used = [unit_w * speed * first * share**2 for share, first in zip(here[:2], there[:2], strict=True)]
     return [law.ratio * (point.busy_w or 0.0), *cubes, *used, unit_w * speed * there[2], unit_w]
 
 
-def clocks_of(point: OperatingPoint) -> dict[str, float]:
-    """Clocks of a point by axis, in hertz; those that it leaves to the board are left out."""
+def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
+    """Return the clocks of a point in hertz, by axis, without those left to the board."""
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 
-@latest
-def highest(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    """Highest clock of the points by axis, in hertz."""
+@cache_last_call
+def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
+    """Return the highest clock of the points in hertz, by axis."""
     known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
     return {axis: max(values) for axis, values in known.items() if values}
 
 
-def _shares(unit: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Clocks over those of a unit: 1 where the point leaves a clock to the board, 0 where the unit has none."""
-    known = clocks_of(point)
+def _relative_clocks(unit: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
+    """Return clocks relative to a unit: 1 for a clock left to the board, 0 if the unit has none."""
+    known = clocks_by_axis(point)
     return [known.get(axis, unit[axis]) / unit[axis] if axis in unit else 0.0 for axis in axes]
 
 
-def _seconds(time: _Fit | None, work: Work) -> Callable[[OperatingPoint], tuple[float | None, float]]:
-    """Seconds of some work by point, and their relative spread: by a fitted law, or by the profile without one."""
+def _time_predictor(time: _Fit | None, work: Work) -> Callable[[OperatingPoint], tuple[float | None, float]]:
     columns = None if time is None else _time_columns(time.law, work)
 
-    def seconds(point: OperatingPoint) -> tuple[float | None, float]:
+    def seconds_at(point: OperatingPoint) -> tuple[float | None, float]:
         row = None if columns is None else columns(point)
-        return (cost_model.seconds(work, point), 0.0) if time is None or row is None else time.at(row)
+        return (cost_model.work_seconds(work, point), 0.0) if time is None or row is None else time.evaluate(row)
 
-    return seconds
+    return seconds_at
 
 
 # -- fitting --------------------------------------------------------------------------------------
@@ -221,22 +213,21 @@ class _Fit(NamedTuple):
     weights: list[float]
     covariance: list[list[float]]
 
-    def at(self, columns: Sequence[float]) -> tuple[float, float]:
-        """Value of a row of columns, and its relative spread."""
+    def evaluate(self, columns: Sequence[float]) -> tuple[float, float]:
+        """Return the value of a row of columns and its relative standard deviation."""
         value = sum(weight * x for weight, x in zip(self.weights, columns, strict=True))
         square = sum(x * sum(map(mul, row, columns)) for x, row in zip(columns, self.covariance, strict=True))
         return value, math.sqrt(max(square, 0.0)) / value
 
 
-def _fitted(law: Law | None, spreads: Sequence[float]) -> _Fit | None:
-    """Weights that explain the measurements best, none below 0, by coordinate descent."""
+def _fit_law(law: Law | None, spreads: Sequence[float]) -> _Fit | None:
     if law is None:
         return None
     n = len(spreads)
     prior = [1 / spread**2 for spread in spreads]
     matrix = [[law.rows[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
     aims = [aim + (prior[0] if i == 0 else 0.0) for i, aim in enumerate(law.aims)]
-    covariance = _inverse(matrix)
+    covariance = _invert_matrix(matrix)
     weights = [max(0.0, sum(map(mul, row, aims))) for row in covariance]
     for _ in range(SWEEPS):
         moved = 0.0
@@ -248,8 +239,7 @@ def _fitted(law: Law | None, spreads: Sequence[float]) -> _Fit | None:
     return _Fit(law, weights, covariance)
 
 
-def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Inverse of a positive definite matrix, by Gauss and Jordan; the prior keeps it far from singular."""
+def _invert_matrix(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
     n = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
     for i in range(n):
@@ -260,7 +250,7 @@ def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
     return [row[n:] for row in rows]
 
 
-def _added(
+def _add_measurement(
     law: Law | None,
     spreads: Sequence[float],
     seen: Seen,
@@ -268,19 +258,18 @@ def _added(
     at_once: bool,
     columns: Callable[[Law], list[float] | None],
 ) -> Law | None:
-    """A law with one more stretch. `values`: what the profile tells of it, and what was measured."""
     told, measured = values
     if law is None and abs(measured / told - 1) < EXACT:
         return None
-    fit = _fitted(law, spreads)
+    fit = _fit_law(law, spreads)
     if fit is not None:
         row = columns(fit.law)
         if row is None:
             return law
-        value, spread = fit.at(row)
+        value, spread = fit.evaluate(row)
         if abs(measured / value - 1) > max(ODD, SURE * math.hypot(spread, NOISE)):
             if fit.law.count < YOUNG:
-                law = _scaled(fit.law, measured / value)
+                law = _scale_law(fit.law, measured / value)
             elif fit.law.odd or at_once:
                 law = None
             else:
@@ -289,7 +278,7 @@ def _added(
     if law is None:
         ratio = min(max(measured / told, 1 / MOST), MOST)
         rates = {name: each for name, each in seen.point.rates.items() if name == seen.work.workload}
-        top = {**clocks_of(seen.point), **seen.top}
+        top = {**clocks_by_axis(seen.point), **seen.top}
         law = Law(
             at=replace(seen.point, rates=rates), top=top, ratio=ratio, rows=(0.0,) * (n * n), aims=(0.0,) * n, count=0
         )
@@ -304,7 +293,6 @@ def _added(
     return replace(law, rows=rows, aims=aims, count=law.count + 1, odd=False)
 
 
-def _scaled(law: Law, factor: float) -> Law:
-    """A law with the same evidence, whose prior is a profile of other values: of a board that is so much slower."""
+def _scale_law(law: Law, factor: float) -> Law:
     rows, aims = tuple(value * factor**2 for value in law.rows), tuple(value * factor for value in law.aims)
     return replace(law, ratio=law.ratio * factor, rows=rows, aims=aims)

@@ -1,1 +1,1 @@
-"""What a board runs besides tasks, and how it is exchanged: models, the agent itself, its settings."""
+"""Releases on a device: models, versions of the agent, and settings."""

@@ -1,7 +1,7 @@
-"""A board's own network: what the coordinator has sent, and what the board alone has kept of the run.
+"""Assembly of a device's own network from shared parts and the device's private state.
 
-The method's client half puts the tensors together, as it does for an evaluation; they are written into the graph that
-was sent. All of it happens in the process of a check, and nothing of it leaves the board.
+The client half of the method combines the tensors, as for an evaluation, and the result is written into the graph that
+was sent. This happens in the process of a check, and nothing leaves the device.
 """
 
 from __future__ import annotations
@@ -24,48 +24,47 @@ def assemble_network(order: Parted, model: Path, budget_bytes: int) -> str:
     """Write the device's ONNX file from shared and private parts. Return a note on the network, or "".
 
     Args:
-        order: what was sent, and where the private state is.
-        model: file to write.
-        budget_bytes: memory budget of the process.
+        order: Shared parts, and the place of the private state.
+        model: File to write.
+        budget_bytes: Memory budget of the process.
 
     Raises:
-        ModelError: the tensors make no network, or the method gives a board one only once it has taken part.
-        JobError: the method is not installed, or does not say how a board puts its network together.
-        StoreError: the private state is lost, and the method does not allow a device to begin it anew; or the file
-            cannot be written.
+        ModelError: If the tensors form no network, or the method requires that the device has taken part.
+        JobError: If the method is not installed or does not support assembly.
+        StoreError: If private state is lost and the method requires it, or the file cannot be written.
     """
-    task = personal.task(Path(order.shared))
+    task = personal.read_task(Path(order.shared))
     if task is None:
         raise ModelError("what was sent does not say of which run it is: deploy it anew")
     method = methods.load(task.method)
     if method.personal is None:
         raise JobError(f"method {task.method!r} does not say how a board puts its network together")
-    parts = personal.read(Path(order.shared))
-    local, lost = task_process.private_of(order.private, order.private_sha256, order.lost, task.job)
-    task_process.require_allowed(method, task.method, lost)
+    parts = personal.read_personal(Path(order.shared))
+    local, lost = task_process.load_private_state(order.private, order.private_sha256, order.lost, task.job)
+    task_process.require_fresh_state_allowed(method, task.method, lost)
     site = Site(
         device=order.device,
         budget_bytes=budget_bytes,
         engine=None,
-        rng=tensors.rng(task.seed),
+        rng=tensors.seeded_rng(task.seed),
         train=NONE,
         held=NONE,
-        local=compression.own(local),
+        local=compression.method_state(local),
         lost=lost,
         cache_at=model.parent,
-        load=lambda name: _bundle(parts, name),
+        load=lambda name: _require_bundle(parts, name),
         path=lambda name: Path(name),
     )
     found = method.personal(task, site)
     tensors.require_finite(found)
     with doing(f"write {model}", "free some space"), model.open("wb") as file:
-        file.writelines(onnx_fill.filled(parts.graph.data, found))
+        file.writelines(onnx_fill.fill_graph(parts.graph.data, found))
     if lost:
         return f"{lost}: the network is that of a board which has not taken part"
     return "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
 
 
-def _bundle(parts: personal.Parts, name: str) -> Tensors:
+def _require_bundle(parts: personal.Parts, name: str) -> Tensors:
     if name not in parts.bundles:
         raise ModelError(f"what was sent has no bundle {name!r}; it has: {', '.join(sorted(parts.bundles)) or 'none'}")
     return parts.bundles[name]

@@ -1,9 +1,9 @@
-"""The process of a model's check: it runs within the board's budget, and answers with what was measured.
+"""Main program of a model check, which measures accuracy, latency and memory within the budget.
 
     python -m fedquilt.edge_agent.releases.check PARENT
 
-takes `CheckOrder`s as JSON lines on stdin, as a task's process takes its orders. The process may be killed at
-any moment. What it makes lies in the order's folder `out`, and counts once the agent has copied it from there.
+The process reads `CheckOrder`s as JSON lines from stdin, like a task's process. The process may be killed at any
+moment. Its output is in the request's folder `out` and counts once the agent has copied it from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedquilt.edge_agent.releases.assemble import assemble_network
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
-from fedquilt.edge_agent.task.process import die_with
+from fedquilt.edge_agent.task.process import exit_with_parent
 from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
 from fedquilt.graph_check import Shape, format_shape
 
@@ -56,25 +56,23 @@ Say = Callable[[Event], None]
 
 
 class Loaded(NamedTuple):
-    """A model that can be run."""
-
     engine: Any
     path: Path
     about: Exported
     shape: Shape  # of one example
 
-    def scores(self, x: np.ndarray) -> np.ndarray:
-        """Answers (n, outputs) to stored examples (n, ...).
+    def compute_scores(self, x: np.ndarray) -> np.ndarray:
+        """Return the outputs (n, outputs) for stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: the model cannot take the examples, or its answers are unusable.
+            DataError, ModelError, MemoryBudgetError: If the model cannot take the examples or its outputs are unusable.
         """
-        made = self.about.prepared(x)
+        made = self.about.prepare_inputs(x)
         exported.require_shape(made, self.shape)
-        return self.answers(made)
+        return self.run_prepared(made)
 
-    def answers(self, made: np.ndarray) -> np.ndarray:
-        """Answers to prepared examples."""
+    def run_prepared(self, made: np.ndarray) -> np.ndarray:
+        """Return the outputs for prepared examples. Raise ModelError if they are no class scores."""
         found: np.ndarray = self.engine.run(self.path, made)
         if found.ndim != 2:
             raise ModelError(
@@ -85,35 +83,35 @@ class Loaded(NamedTuple):
         return found
 
 
-def run_check(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
-    """Check a model: accuracy, latency and memory. Return an outcome also for any error.
+def run_check(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load_share) -> Outcome:
+    """Check a model: accuracy, latency and memory. Errors become outcomes, too.
 
     Args:
-        order: what to check.
-        say: takes messages before the end.
-        load: returns a device's examples by their spec, for training and held out.
+        order: Request.
+        say: Callback for messages before the end.
+        load: Loader of a device's training and held-out examples.
     """
     began_s, told = time.perf_counter(), dict[str, float]()
     try:
-        engine = engines.make(order.engine, order.budget_bytes)
+        engine = engines.create_engine(order.engine, order.budget_bytes)
         notes = []
         if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
             notes.append(note)
         budget.reset_peak(os.getpid())
-        model = _loaded(engine, Path(order.model))
+        model = _load_model(engine, Path(order.model))
         held = _load_held_out(order, model.about, load)
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
             _require_classes(model, held, order)
-            told |= _accuracy(model, held, notes)
-        one = _example(model, held, order.input_shape, notes)
+            told |= _measure_accuracy(model, held, notes)
+        one = _choose_example(model, held, order.input_shape, notes)
         say(Progressed(TIMED))
-        told["latency_s"], count = _latency(model, one, order.timed_s)
+        told["latency_s"], count = _measure_latency(model, one, order.timed_s)
         say(Progressed(DONE))
-        peak = budget.peak_bytes(os.getpid())
+        peak = budget.read_peak_bytes(os.getpid())
         if held is not None and order.before is not None and "accuracy" in told:
-            told |= _accuracy_before(engine, order, Path(order.before), load, notes)
+            told |= _measure_accuracy_before(engine, order, Path(order.before), load, notes)
         engine.close()
         if order.trtexec is not None:
             notes += _build_tensorrt(order, model, one)
@@ -136,32 +134,28 @@ def _load_held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | 
     return held if len(held) else train
 
 
-def _loaded(engine: Any, path: Path) -> Loaded:
+def _load_model(engine: Any, path: Path) -> Loaded:
     return Loaded(engine, path, exported.read_metadata(engine.facts(path)), engine.input_shape(path))
 
 
 def _require_classes(model: Loaded, held: Examples, order: CheckOrder) -> None:
-    """Refuse a model whose classes are not those of the data here.
-
-    Raises:
-        ModelError, DataError: the classes differ; names both numbers.
-    """
     spec = msgspec.convert(order.data, DataSpec)
     own, theirs = spec.labels, model.about.labels
     if own and theirs is not None and tuple(own) != theirs:
-        raise ModelError(f"its labels are {_some(theirs)}, and those of the data here are {_some(own)}")
+        raise ModelError(
+            f"its labels are {_format_labels(theirs)}, and those of the data here are {_format_labels(own)}"
+        )
     if model.about.task not in (None, spec.task):
         raise ModelError(f"it predicts {model.about.task}, and the data here are for {spec.task}")
-    outputs = model.scores(held.x[:1]).shape[1]
+    outputs = model.compute_scores(held.x[:1]).shape[1]
     objectives.require_targets(held, outputs, spec.task)
 
 
-def _some(labels: tuple[str, ...]) -> str:
+def _format_labels(labels: tuple[str, ...]) -> str:
     return ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
 
 
-def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, float]:
-    """Share of right answers to the held-out examples; {} where a share is no measure of the task."""
+def _measure_accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, float]:
     task = model.about.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
@@ -169,40 +163,38 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
     sums = objectives.Evaluation(task)
     for first in range(0, len(held), AT_ONCE):
         y = held.y[first : first + AT_ONCE]
-        scores = model.scores(held.x[first : first + AT_ONCE])
-        loss, _ = objectives.losses(task, scores, y)
-        sums.add(scores, y, float(loss.sum()))
-    found = metrics.main(sums.sums())
+        scores = model.compute_scores(held.x[first : first + AT_ONCE])
+        loss, _ = objectives.losses_and_gradients(task, scores, y)
+        sums.add_batch(scores, y, float(loss.sum()))
+    found = metrics.main_metric(sums.sums())
     assert found is not None
     return {"accuracy": found[1], "examples": float(len(held))}
 
 
-def _accuracy_before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
-    """Return the accuracy of the model in use, or {} if it cannot be measured, which is noted."""
+def _measure_accuracy_before(
+    engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]
+) -> dict[str, float]:
     try:
-        model = _loaded(engine, path)
+        model = _load_model(engine, path)
         held = _load_held_out(order, model.about, load)
         assert held is not None
-        found = _accuracy(model, held, notes)
+        found = _measure_accuracy(model, held, notes)
     except (FedquiltError, OSError) as error:
         notes.append(f"accuracy of what runs now was not measured: {error}")
         return {}
     return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
 
 
-def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]) -> np.ndarray:
-    """One prepared example: the device's own, or noise of the release's shape, the declared one or the first that runs.
-
-    Raises:
-        ModelError: the graph declares no shape, and runs on none that was guessed.
-    """
+def _choose_example(
+    model: Loaded, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
+) -> np.ndarray:
     if held is not None:
-        return model.about.prepared(held.x[:1])
+        return model.about.prepare_inputs(held.x[:1])
     failed = ""
-    for guess in [shape] if shape is not None else _guesses(model.shape):
+    for guess in [shape] if shape is not None else _guess_shapes(model.shape):
         if shape is None and math.prod(guess) > GUESS_MOST:
             continue
-        one = _noise(guess, model.engine.input_type(model.path))
+        one = _random_example(guess, model.engine.input_type(model.path))
         if shape is not None or guess == model.shape:
             return one
         try:
@@ -218,14 +210,13 @@ def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None
     )
 
 
-def _noise(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+def _random_example(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
     draws = np.random.default_rng(0)
     made = draws.random((1, *shape), np.float32) if kind.kind == "f" else draws.integers(0, 2, (1, *shape))
     return made.astype(kind)
 
 
-def _guesses(shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Shapes that an example may have by what is declared, the usual ones first."""
+def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
     if shape is None or None not in shape:
         yield from [] if shape is None else [tuple(size or 0 for size in shape)]
         return
@@ -238,15 +229,15 @@ def _guesses(shape: Shape) -> Iterator[tuple[int, ...]]:
         yield tried
 
 
-def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int]:
-    """Median seconds of one answer, and how many answers were timed, one after the other."""
+def _measure_latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int]:
+    """Return the median seconds of one answer, and the number of timed answers."""
     for _ in range(WARM):
-        model.answers(one)
+        model.run_prepared(one)
     found: list[float] = []
     end_s = time.perf_counter() + timed_s
     while len(found) < TIMED_LEAST or (time.perf_counter() < end_s and len(found) < TIMED_MOST):
         began_s = time.perf_counter()
-        model.answers(one)
+        model.run_prepared(one)
         found.append(time.perf_counter() - began_s)
     return statistics.median(found), len(found)
 
@@ -255,7 +246,6 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 
 
 def _build_tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[str]:
-    """Build a TensorRT engine. Return a note if that fails, as it does not fail the check."""
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [
@@ -296,23 +286,22 @@ def _build_tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[s
 
 
 def main() -> None:
-    """Take orders until stdin ends."""
-    die_with(int(sys.argv[-1]))
+    exit_with_parent(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should end this process first
         Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    def say(event: Event) -> None:
+    def send_event(event: Event) -> None:
         answers.write(msgspec.json.encode(event) + b"\n")
         answers.flush()
 
     with contextlib.suppress(BrokenPipeError):  # the agent is gone
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=CheckOrder)
-            plugins.restrict(order.plugins)
-            say(run_check(order, say))
+            plugins.restrict_plugins(order.plugins)
+            send_event(run_check(order, send_event))
 
 
 if __name__ == "__main__":

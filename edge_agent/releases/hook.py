@@ -1,4 +1,4 @@
-"""The owner's command that is run after each exchange of a model: to reload a service, or to fill its repository."""
+"""Command of the device's owner, run after each installation of a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WORDS_MOST: Final = 300  # characters of a command's last words
 
 
 class Hook:
-    """A command in a process group of its own, ended when it takes too long.
+    """Command in a process group of its own, killed after a time limit.
 
     Args:
-        command: with its arguments; (): there is none, and it always ends well.
-        timeout_s: most that it may take.
-        clock: seconds that pass.
+        command: Command with arguments, or () for no command.
+        timeout_s: Longest duration of a run.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, command: Sequence[str], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class Hook:
         self._failed = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Run the command, with these variables beside the agent's own; a run that goes on is ended first."""
+        """Start the command with additional environment variables. A previous run is killed first."""
         self.stop()
         self._failed = ""
         if not self._command:
@@ -52,8 +52,8 @@ class Hook:
             self.stop()
 
     @property
-    def runs(self) -> bool:
-        """Whether the command still runs; a run that takes too long is ended by asking."""
+    def is_running(self) -> bool:
+        """Whether the command still runs. A run beyond its time limit is killed by this check."""
         if self._process is None:
             return False
         code = self._process.poll()
@@ -63,17 +63,16 @@ class Hook:
             self._failed = f"the hook {self._command[0]} hung: it was ended after {self._timeout_s:g} s"
         elif code:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            self._failed = f"the hook {self._command[0]} {how}{self._words()}"
+            self._failed = f"the hook {self._command[0]} {how}{self._last_output()}"
         self.stop()
         return False
 
     @property
-    def failed(self) -> str:
-        """Why the latest run of the command has failed, with its last words; "": no failure is known."""
-        return "" if self.runs else self._failed
+    def failure(self) -> str:
+        """Reason why the latest run has failed, with its last output, or ""."""
+        return "" if self.is_running else self._failed
 
     def stop(self) -> None:
-        """End the command with all that it has started."""
         if self._process is not None:
             if self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -85,7 +84,7 @@ class Hook:
             self._output.close()
             self._output = None
 
-    def _words(self) -> str:
+    def _last_output(self) -> str:
         assert self._output is not None
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(size - 4 * WORDS_MOST, 0))

@@ -1,4 +1,4 @@
-"""Whether a model keeps to the limits of its release, as measured by its check and reported by the runner. Pure."""
+"""Acceptance of a model by the limits of its release, its check and its runner. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Final
 
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.served import LATEST, Served
-from fedquilt.edge_agent.task.budget import megabytes
+from fedquilt.edge_agent.task.budget import format_megabytes
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.wire import Limits
 
 ERRORS: Final = 3.0  # standard errors by which an accuracy has to miss its limit: chance does so once in 700 times
 
 
-def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict:
-    """Verdict on a model by the outcome of its check.
+def judge_check(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict:
+    """Return the result of a check by the limits of the release.
 
     Args:
-        limits: of the release.
-        outcome: of the check's process.
-        answers_j: joules of the board while the answers were timed; None: it has no meter.
+        limits: Limits of the release.
+        outcome: Outcome of the check's process.
+        answers_j: Energy of the board during the timed answers, or None without a meter.
     """
     if outcome.code != "ok":
         return Verdict(f"its check failed: {outcome.reason}", {})
@@ -29,7 +29,7 @@ def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict
         told["energy_j"] = answers_j / outcome.examples
     if outcome.peak_bytes is not None:
         told["peak_bytes"] = float(outcome.peak_bytes)
-    if refused := exceeded(limits, told):
+    if refused := exceeded_limit(limits, told):
         return Verdict(refused, told, outcome.note)
     unknown = [
         said
@@ -45,8 +45,8 @@ def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict
     return Verdict("", told, "; ".join(filter(None, (outcome.note, *unknown))))
 
 
-def exceeded(limits: Limits, told: dict[str, float]) -> str:
-    """Limit that a model exceeds, with both numbers; "": the model keeps to all that were measured."""
+def exceeded_limit(limits: Limits, told: dict[str, float]) -> str:
+    """Return which limit a model exceeds, with both numbers, or "" if none of the measured ones."""
     accuracy, before = told.get("accuracy"), told.get("accuracy_before")
     if limits.min_gain is not None and accuracy is not None and before is not None:
         gain = accuracy - before
@@ -63,45 +63,44 @@ def exceeded(limits: Limits, told: dict[str, float]) -> str:
         return f"an answer takes {energy_j:.3g} J here, at most {most_j:.3g} are wanted"
     peak, most = told.get("peak_bytes"), limits.max_peak_bytes
     if most is not None and peak is not None and peak > most:
-        return f"it takes {megabytes(int(peak))} of memory here, at most {megabytes(most)} are wanted"
+        return f"it takes {format_megabytes(int(peak))} of memory here, at most {format_megabytes(most)} are wanted"
     return ""
 
 
-def worse(min_gain: float | None, before: Served | None, now: Served) -> str:
-    """Reason by which answers in use show that a model misses its limit; "": none, or too few labels.
+def accuracy_loss_reason(min_gain: float | None, before: Served | None, now: Served) -> str:
+    """Return why labels in use show that a model misses its limit, or "" if they do not.
 
     Args:
-        min_gain: of the release: accuracy less that of the model before, a share.
-        before: the runner's last report on the model before; None: there is none.
-        now: the runner's report on the model in use.
+        min_gain: Required difference to the accuracy of the previous model, as a share.
+        before: Last report of the runner on the previous model, or None.
+        now: Report of the runner on the model in use.
     """
     if min_gain is None or before is None or before.accuracy is None or now.accuracy is None:
         return ""
     gain = now.accuracy - before.accuracy
-    if gain + _chance(before, now) >= min_gain:
+    if gain + _chance_difference(before, now) >= min_gain:
         return ""
     return (
-        f"{now.accuracy:.1%} of its answers in use are right, of {_counted(now)} with labels, and "
+        f"{now.accuracy:.1%} of its answers in use are right, of {_counted_labels(now)} with labels, and "
         f"{before.accuracy:.1%} were with what ran before: {100 * gain:+.1f} points, at least "
         f"{100 * min_gain:+.1f} are wanted"
     )
 
 
-def undecided(min_gain: float | None, before: Served | None, now: Served) -> bool:
-    """Return whether more labels would show that a model misses or keeps its limit. Arguments as of `worse`."""
+def needs_more_labels(min_gain: float | None, before: Served | None, now: Served) -> bool:
+    """Return whether more labels could still show that a model misses or meets its limit."""
     if min_gain is None or before is None or before.accuracy is None:
         return False
     if now.accuracy is None:
         return True
-    return now.labelled < LATEST and now.accuracy - before.accuracy - _chance(before, now) < min_gain
+    return now.labelled < LATEST and now.accuracy - before.accuracy - _chance_difference(before, now) < min_gain
 
 
-def _chance(before: Served, now: Served) -> float:
-    """Difference of two accuracies that chance may explain."""
-    errors = sum(told.accuracy * (1 - told.accuracy) / _counted(told) for told in (before, now) if told.accuracy)
+def _chance_difference(before: Served, now: Served) -> float:
+    # Difference of two accuracies that chance may explain, from their standard errors.
+    errors = sum(told.accuracy * (1 - told.accuracy) / _counted_labels(told) for told in (before, now) if told.accuracy)
     return ERRORS * math.sqrt(errors)
 
 
-def _counted(told: Served) -> int:
-    """Labels that a runner's accuracy counts."""
+def _counted_labels(told: Served) -> int:
     return max(1, min(told.labelled, LATEST))

@@ -1,4 +1,4 @@
-"""Kinds of releases: what is done to exchange a model, the agent or its settings, in steps that can be killed."""
+"""Kinds of releases: models, the agent and its settings, installed in steps that may be killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedquilt.wire import Release
 
 
 class Verdict(NamedTuple):
-    """Result of a check: why the release is refused, or "", and the measured numbers."""
+    """Result of a check: the reason of a refusal, or "", and the measured numbers."""
 
     refused: str
     metrics: Mapping[str, float]
@@ -18,82 +18,81 @@ class Verdict(NamedTuple):
 
 
 class Kind(Protocol):
-    """One kind of release. Every method can be called again after a kill at any moment, with the same outcome.
+    """Kind of release, with methods that can be repeated after a kill at any moment.
 
-    Methods at the end of this class have defaults, for kinds without such a step.
+    The last methods of this class have defaults, for kinds without such a step.
     """
 
-    def current(self) -> str:
-        """Blob (sha256) of the release in use; "": what the board was flashed with."""
+    def current_sha256(self) -> str:
+        """Return the sha256 of the release in use, or "" for the flashed one."""
         ...
 
     def stage(self, release: Release, blob: Path | None) -> None:
-        """Lay the release beside what is in use, verified; nothing is exchanged yet.
+        """Prepare and verify a release beside the release in use. Nothing is activated yet.
 
         Raises:
-            ModelError: the release cannot be used on this board; says why.
-            StoreError: the release cannot be written.
+            ModelError: If the release cannot be used on this device. The text gives the reason.
+            StoreError: If the release cannot be written.
         """
         ...
 
-    def begin_check(self, release: Release) -> None:
-        """Start the check in a process of its own, within the board's budget."""
+    def start_check(self, release: Release) -> None: ...
+
+    def poll_check(self) -> Verdict | None:
+        """Return the result of the check, or None while it runs. A killed check is started again."""
         ...
 
-    def checked(self) -> Verdict | None:
-        """Result of the check; None: the check goes on."""
-        ...
+    def activate(self, release: Release) -> None:
+        """Activate a release atomically, and keep the release before as the previous one.
 
-    def swap(self, release: Release) -> None:
-        """Put the release in use, atomically, and keep what was in use as the previous one.
-
-        An agent that was killed while a release soaked calls `swap` again for what is in use: a hook runs once more.
+        After a kill during the soak, this is called again for the release in use, and a hook runs once more.
 
         Raises:
-            StoreError: the exchange cannot be written; the release before stays in use.
+            StoreError: If the change cannot be written. The release before stays in use.
         """
         ...
 
-    def ill(self) -> str:
-        """Reason why the release in use does not hold up; "": there is none.
+    def unhealthy_reason(self) -> str:
+        """Return why the release in use is unhealthy, or "" if it is not.
 
-        `ill` is asked while a release soaks, and by an agent that begins and finds a release swapped or about to be:
-        the answer is why this process runs without that release, if something outside the agent has returned from it.
+        This is called while a release soaks, and by a starting agent whose release was activated or about to be. The
+        result is then the reason why this process runs without that release, if something outside the agent has rolled
+        it back.
         """
         ...
 
-    def back(self) -> bool:
-        """Put the previous release in use again; False: there is none.
+    def roll_back(self) -> bool:
+        """Activate the previous release. Return whether there is one.
 
         Raises:
-            StoreError: the return cannot be written; it is tried again.
+            StoreError: If the change cannot be written. The caller tries again.
         """
         ...
 
-    def drop(self) -> None:
-        """End a check that goes on, and delete staged releases that are not in use."""
+    def discard_unused(self) -> None:
+        """End a running check, and delete staged releases that are not in use."""
         ...
 
-    def keep(self) -> None:
-        """Note that the release in use has held its soak, before anything says so.
+    def confirm(self) -> None:
+        """Record that the release in use has passed its soak, before this is reported.
 
         Raises:
-            StoreError: it cannot be written; it is tried again.
+            StoreError: If the record cannot be written. The caller tries again.
         """
         return
 
-    def settled(self) -> bool:
-        """Whether an exchange is complete: no hook runs any more."""
+    def is_settled(self) -> bool:
+        """Return whether an activation is complete and no hook runs."""
         return True
 
-    def unable(self) -> str:
-        """Short reason why no release of this kind can ever be used here; "": there is none."""
+    def unsupported_reason(self) -> str:
+        """Return why this device can never use such releases, in a few words, or ""."""
         return ""
 
-    def need_bytes(self, release: Release) -> int:
-        """Memory that the check of a release will take; it is not begun while the board has less."""
+    def check_memory_bytes(self, release: Release) -> int:
+        """Return the memory that a check needs. The check waits until so much is free."""
         return 0
 
     def fds(self) -> Sequence[int]:
-        """File descriptors that become readable when there is something to ask for."""
+        """Return file descriptors that become readable when `poll_check` is due."""
         return ()

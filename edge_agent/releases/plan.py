@@ -1,20 +1,21 @@
-"""Steps of a release on a device, as a pure function of a state and an event: the next state, and actions to take.
+"""State machine of a release on a device: pure decisions from a state and an event.
 
     wanted: waiting -> fetching -> waiting -> checking -> waiting -+-> swapping -> soaking -+-> committed
             (gate)                 (gate)                 (gate)   |                        +-> returning -> returned
                                                                    +-> refused
 
-`Noted` is on disk before the actions that follow are carried out, so that a process finds out where a killed one was.
-After a kill the steps before the swap are repeated: the blob is on disk already, and a second check changes nothing.
-A swap is noted before it is made, together with the release in use until then; a return likewise. That a release is
-committed is noted after its kind has noted that it held: a version of the agent is on trial until then.
+`Noted` is on disk before the actions that follow are carried out, so that the next process finds the step of a
+killed one. After a kill, the steps before the activation are repeated: the blob is on disk already, and a second check
+changes nothing. An activation is recorded in advance, together with the release in use until then, and so is a
+roll-back. "committed" is recorded after the kind has confirmed the release: a version of the agent is on trial until
+then.
 
-A release with a smaller serial than the one in hand is old news, and one with the same is answered. One with a greater
-serial takes the place of a release that is not in use yet. A release that soaks first comes to its end, unless it is to
-be taken back.
+A release with a smaller serial than the current one is ignored, and the same serial is answered with the progress. A
+greater serial replaces a release that is not in use yet. A soaking release first completes, unless it is to be rolled
+back.
 
-`back` takes back what the rollout of that name has brought, if that is in use. A device that never had it, or has
-something else since, has nothing to do: its release is "returned" all the same.
+`back` rolls back what the rollout of that name has installed, if that is in use. A device that never had it, or has
+another release since, does nothing and reports "returned".
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from fedquilt.edge_agent.releases.steps import (
     Wanted,
     Withdrawn,
 )
-from fedquilt.edge_agent.task.budget import megabytes
+from fedquilt.edge_agent.task.budget import format_megabytes
 from fedquilt.wire import Installed, Release
 
 LOOK_S: Final = 5.0  # between two looks at what a release waits for
@@ -101,17 +102,17 @@ def installed_message(state: State, current: str) -> Installed | None:
 
 
 def advance(state: State, event: Event, now_s: float) -> Step:
-    """Return the next state, and the actions to take in order once its `noted` is on disk."""
+    """Return the next state and the actions to carry out in order, once `noted` is on disk."""
     if isinstance(event, Wanted):
-        return _wanted(state, event, now_s)
+        return _handle_release(state, event, now_s)
     noted = state.noted
     if noted is None:
         return state, ()
     match event:
         case Begun():
-            return _begun(state, noted, event, now_s)
+            return _resume_release(state, noted, event, now_s)
         case Withdrawn():
-            return _withdrawn(state, noted)
+            return _handle_cancellation(state, noted)
         case Fetched() if noted.step == "wanted" and state.stage == "fetching":
             if event.error is None:
                 return replace(state, stage="fetched", waits="", again_s=now_s, patience_s=REFETCH_S), ()
@@ -126,11 +127,11 @@ def advance(state: State, event: Event, now_s: float) -> Step:
         case Failed():
             return _handle_failure(state, noted, event, now_s)
         case Swapped() if noted.step in ("swapping", "soaking"):
-            return _swapped(state, noted, now_s)
+            return _handle_activation(state, noted, now_s)
         case Kept() if noted.step == "soaking":
             return _end_release(state, "committed", noted.reason, now_s)
         case Ill() if noted.step in ("swapping", "soaking"):
-            return _start_return(_in_use(state, noted), event.reason)
+            return _start_roll_back(_with_release_in_use(state, noted), event.reason)
         case Undone() if noted.step == "returning":
             if not event.found:
                 return _end_release(state, "refused", "there is nothing before it to return to", now_s)
@@ -138,34 +139,34 @@ def advance(state: State, event: Event, now_s: float) -> Step:
         case Idle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
             return replace(state, again_s=now_s), ()  # at the next look another task may run
         case Look() if now_s >= state.again_s:
-            return _look(state, noted, event, now_s)
+            return _handle_poll(state, noted, event, now_s)
         case _:
             return state, ()
 
 
-def _wanted(state: State, event: Wanted, now_s: float) -> Step:
+def _handle_release(state: State, event: Wanted, now_s: float) -> Step:
     release, noted = event.release, state.noted
     if noted is None:
-        return _start(state, release, now_s)
+        return _start_release(state, release, now_s)
     latest = noted.next or noted.release
     if release.serial <= latest.serial:
         return state, (Tell(),)
     if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
-        return _start_return(replace(state, noted=replace(noted, release=release, next=None)), "")
+        return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
     if noted.step in ("swapping", "soaking", "returning"):
         return replace(state, noted=replace(noted, next=release)), ()
-    after, actions = _start(state, release, now_s)
-    return after, (*_give_up(state), *actions)
+    after, actions = _start_release(state, release, now_s)
+    return after, (*_cancel_actions(state), *actions)
 
 
-def _start(state: State, release: Release, now_s: float) -> Step:
+def _start_release(state: State, release: Release, now_s: float) -> Step:
     known = state.noted
     if known is None:
         noted = Noted(release=release)
     else:
         noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
     state = State(noted=noted, again_s=now_s)
-    if wrong := window.wrong(release.window):
+    if wrong := window.window_error(release.window):
         return _end_release(state, "refused", wrong, now_s)
     if release.back:
         if not noted.rollout or noted.rollout != release.rollout:
@@ -176,8 +177,7 @@ def _start(state: State, release: Release, now_s: float) -> Step:
     return state, ()
 
 
-def _give_up(state: State) -> tuple[Action, ...]:
-    """Actions that end the work for a release that is not in use yet."""
+def _cancel_actions(state: State) -> tuple[Action, ...]:
     if state.noted is None or state.noted.step != "wanted":
         return ()
     blob = state.noted.release.blob
@@ -185,17 +185,17 @@ def _give_up(state: State) -> tuple[Action, ...]:
     return (*abandon, Drop())
 
 
-def _withdrawn(state: State, noted: Noted) -> Step:
+def _handle_cancellation(state: State, noted: Noted) -> Step:
     if noted.step in ("soaking", "swapping", "returning"):
         return replace(state, noted=replace(noted, next=None)), ()
     if noted.step != "wanted":
         return state, ()
-    given_up = _give_up(state)
+    given_up = _cancel_actions(state)
     after, _ = _end_release(state, "refused", "it was withdrawn", inf)
     return after, given_up
 
 
-def _begun(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
+def _resume_release(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
     blob = noted.release.blob
     runs = blob is None or event.current == blob.sha256
     match noted.step:
@@ -207,9 +207,9 @@ def _begun(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
             return state, (Swap(noted.release),)
         case "swapping" | "soaking":
             why = event.ill or "this process began without it: something has returned to what ran before"
-            state = _in_use(state, noted)
+            state = _with_release_in_use(state, noted)
             assert state.noted is not None
-            return _end_release(_forgotten(state, state.noted), "returned", why, now_s)
+            return _end_release(_with_previous_in_use(state, state.noted), "returned", why, now_s)
         case "returning":
             return state, (Undo(noted.before),)
         case _:
@@ -227,16 +227,15 @@ def _handle_failure(state: State, noted: Noted, event: Failed, now_s: float) -> 
     return state, ()
 
 
-def _swapped(state: State, noted: Noted, now_s: float) -> Step:
-    state = _in_use(state, noted)
+def _handle_activation(state: State, noted: Noted, now_s: float) -> Step:
+    state = _with_release_in_use(state, noted)
     assert state.noted is not None
     noted = replace(state.noted, step="soaking")
     until_s = now_s + noted.release.soak_s
     return replace(state, noted=noted, until_s=until_s, again_s=now_s, waits=""), ()
 
 
-def _in_use(state: State, noted: Noted) -> State:
-    """The state in which the release that was about to be swapped is in use."""
+def _with_release_in_use(state: State, noted: Noted) -> State:
     if noted.step != "swapping":
         return state
     release = noted.release
@@ -252,15 +251,13 @@ def _in_use(state: State, noted: Noted) -> State:
     )
 
 
-def _start_return(state: State, reason: str) -> Step:
-    """Start to return to what ran before the release."""
+def _start_roll_back(state: State, reason: str) -> Step:
     assert state.noted is not None
     noted = replace(state.noted, step="returning", reason=shorten_error(reason))
     return replace(state, noted=noted, stage="gate", again_s=inf), (Undo(noted.before),)
 
 
-def _forgotten(state: State, noted: Noted) -> State:
-    """The state in which what ran before is in use."""
+def _with_previous_in_use(state: State, noted: Noted) -> State:
     return replace(state, noted=replace(noted, rollout="", name=noted.before_name, before="", before_name=""))
 
 
@@ -274,7 +271,7 @@ def _end_release(state: State, step: Literal["committed", "refused", "returned"]
 # -- when it is time to look ----------------------------------------------------------------------
 
 
-def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
+def _handle_poll(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     match noted.step:
         case "wanted":
             return _continue_release(state, noted, seen, now_s)
@@ -282,7 +279,7 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
             return replace(state, again_s=inf), (Swap(noted.release),)
         case "soaking":
             if seen.ill:
-                return _start_return(state, seen.ill)
+                return _start_roll_back(state, seen.ill)
             if now_s >= state.until_s and seen.settled:
                 return replace(state, again_s=inf), (Keep(),)
             late_s = now_s + SOAK_LOOK_S
@@ -293,9 +290,9 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
             return replace(state, again_s=now_s + SOAK_LOOK_S), ()
         case "returning":
             reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
-            return _end_release(_forgotten(state, noted), "returned", reason, now_s)
+            return _end_release(_with_previous_in_use(state, noted), "returned", reason, now_s)
         case _ if noted.next is not None:
-            return _start(state, noted.next, now_s)
+            return _start_release(state, noted.next, now_s)
         case _:
             return replace(state, again_s=inf), ()
 
@@ -310,11 +307,11 @@ def _continue_release(state: State, noted: Noted, seen: Look, now_s: float) -> S
         return replace(state, again_s=inf), (Fetch(release.blob),)
     if state.stage == "checking":
         return replace(state, again_s=inf), ()
-    if waits := waits_for(release, state, seen):
+    if waits := waiting_reason(release, state, seen):
         return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
     state = replace(state, waits="", again_s=now_s)
     if release.back:
-        return _start_return(state, "")
+        return _start_roll_back(state, "")
     if state.stage == "gate":
         if release.blob is None or seen.here:
             return replace(state, stage="fetched"), ()
@@ -327,15 +324,15 @@ def _continue_release(state: State, noted: Noted, seen: Look, now_s: float) -> S
     return replace(state, noted=swapping, again_s=inf), (Swap(release),)
 
 
-def waits_for(release: Release, state: State, seen: Look) -> str:
-    """Condition that a release waits for before its next step; "": none.
+def waiting_reason(release: Release, state: State, seen: Look) -> str:
+    """Return the condition that a release waits for before its next step, or "".
 
-    Measured values are left out, because each change of the sentence is published.
+    Measured values are left out, because each change of the text is published.
     """
     idle = release.force or not seen.works
     if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
         return "" if idle or release.kind != "agent" else "a task runs"
-    if waits := window.waits(release.window, seen.local):
+    if waits := window.outside_window_reason(release.window, seen.local):
         return waits
     reading = seen.reading
     if reading.battery is not None and reading.battery < seen.min_battery and not reading.charging:
@@ -352,5 +349,5 @@ def waits_for(release: Release, state: State, seen: Look) -> str:
         return f"its release of kind {seen.other} is being checked"
     free = reading.available_bytes
     if free is not None and free < seen.need_bytes:
-        return f"its check takes {megabytes(seen.need_bytes)} of memory, and less is free"
+        return f"its check takes {format_megabytes(seen.need_bytes)} of memory, and less is free"
     return ""

@@ -1,4 +1,4 @@
-"""Protocol between the agent and a model's check: an order one way, then `Loaded`, `Progressed` and an `Outcome`."""
+"""Messages between the agent and the process of a model check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DONE: Final = 0.75  # progress at which the timed answers have ended; `Outcome.e
 
 
 class Parted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Files of a network that is put together on this board: `fedquilt.personal`."""
+    """Files from which a network is assembled on this device, see `fedquilt.personal`."""
 
     shared: str  # file that the coordinator sent
     device: str
@@ -22,14 +22,12 @@ class Parted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Order to check one model."""
-
     model: str  # file; one that is made of parts is in `out`
     out: str  # folder for what the check makes: the model of parts, and a TensorRT engine
     before: str | None  # file of the model in use; None: there is none
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none
-    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
+    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
     timed_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
     trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
     trtexec_s: float = 0.0  # most that it may take

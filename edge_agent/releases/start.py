@@ -1,8 +1,8 @@
-"""Start of a model's check, confined as a task's process is.
+"""Entry point of a sandboxed model check.
 
     python -m fedquilt.edge_agent.releases.start PRIVATE PARENT
 
-The process is confined before any library is imported, then becomes `fedquilt.edge_agent.releases.check`.
+The process enters the sandbox before any library is imported, then becomes `fedquilt.edge_agent.releases.check`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fedquilt.edge_agent.task import confine
 
 
 def check_command(private: Path) -> tuple[str, ...]:
-    """Return the command of a check's process, which may write only its private folders below `private`."""
+    """Return the command of a check's process, which may write only its folders below `private`."""
     return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(private))
 
 
 if __name__ == "__main__":
-    confine.confine_to(Path(sys.argv[1]))
+    confine.enter_sandbox(Path(sys.argv[1]))
     from fedquilt.edge_agent.releases import check
 
     check.main()

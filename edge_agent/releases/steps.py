@@ -1,7 +1,6 @@
-"""Values of releases on a device: the state of a release, events that happen to it, and actions to take.
+"""State of a release on a device, with its events and actions.
 
-`edge_agent.releases.plan.advance` takes an `Event` and a `State`, and returns the next `State` and the `Action`s to
-carry out.
+`state_machine.advance` takes an `Event` and a `State` and returns the next `State` and the `Action`s to carry out.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ REFETCH_S: Final = 2.0  # pause before a blob is fetched again; it doubles with 
 
 
 class Noted(Wired, frozen=True, omit_defaults=True):
-    """Notes on disk about the releases of one kind."""
-
     release: Release  # the latest one
     step: Literal["wanted", "swapping", "soaking", "committed", "refused", "returning", "returned"] = "wanted"
     reason: Sentence = ""
@@ -36,8 +33,6 @@ class Noted(Wired, frozen=True, omit_defaults=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """State of one kind's releases on this device."""
-
     noted: Noted | None = None
     stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # stage within the step
     waits: str = ""  # condition that the release waits for
@@ -50,69 +45,54 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A release has arrived."""
-
     release: Release
 
 
-class Withdrawn(msgspec.Struct, frozen=True):
-    """The release's topic was emptied."""
+class Withdrawn(msgspec.Struct, frozen=True): ...
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The release's blob is here, or could not be fetched this time."""
-
     error: str | None = None
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """The check has come to an end."""
-
     refused: str
     metrics: dict[str, float]
     note: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """An action could not be carried out."""
-
     reason: str
 
 
-class Swapped(msgspec.Struct, frozen=True):
-    """The release is in use."""
+class Swapped(msgspec.Struct, frozen=True): ...
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The kind has noted that the release in use has held."""
+    """Confirmation of the release in use by its kind."""
 
 
 class Ill(msgspec.Struct, frozen=True):
-    """The soaking release does not hold up."""
-
     reason: str
 
 
 class Undone(msgspec.Struct, frozen=True):
-    """The release before is in use again; `found`: there was one."""
+    """Completed roll-back. `found` is whether there was a previous release."""
 
     found: bool = True
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A process begins from the notes of an earlier one. `ill`: the kind's verdict on the release in use."""
+    """Start of a process with the records of an earlier one."""
 
     current: str = ""
     ill: str = ""
 
 
-class Idle(msgspec.Struct, frozen=True):
-    """A task has ended, and the next one has not begun."""
+class Idle(msgspec.Struct, frozen=True): ...
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Facts about the device at a look."""
-
     current: str = ""
     here: bool = False  # the blob is on this device
     works: bool = False  # whether a task runs
@@ -132,45 +112,34 @@ Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Kept | Ill |
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Fetch the blob; `Fetched` follows."""
-
     ref: BlobRef
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Stop fetching the blob."""
-
     sha256: str
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Stage the release and check it; `Checked` or `Failed` follows."""
-
     release: Release
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Put the release in use; `Swapped`, `Failed` or `Ill` follows."""
-
     release: Release
 
 
 class Undo(msgspec.Struct, frozen=True):
-    """Put the release `before` in use again; `Undone` or `Failed` follows."""
+    """Request to activate the release `before` again. `Undone` or `Failed` follows."""
 
     before: str
 
 
-class Keep(msgspec.Struct, frozen=True):
-    """Let the kind note that the release in use has held; `Kept` or `Failed` follows."""
+class Keep(msgspec.Struct, frozen=True): ...
 
 
-class Drop(msgspec.Struct, frozen=True):
-    """End a check and delete releases that are not in use."""
+class Drop(msgspec.Struct, frozen=True): ...
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Publish the release's progress although it has not changed."""
+class Tell(msgspec.Struct, frozen=True): ...
 
 
 Action = Fetch | Abandon | Check | Swap | Undo | Keep | Drop | Tell

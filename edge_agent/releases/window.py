@@ -1,4 +1,4 @@
-"""Windows of a board's local time in which it may exchange something. Pure."""
+"""Windows of local time in which a device may install releases. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FORM: Final = 'a window is two times of a day, "02:00-05:00"'
 _FORM: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
 
 
-def wrong(window: str) -> str:
-    """Reason why a text is no window; "": the text is one, or empty for any time."""
+def window_error(window: str) -> str:
+    """Return why a text is no window, or "". An empty text means any time."""
     return "" if not window or _FORM.match(window) else f"{window!r} is no window: {FORM}"
 
 
-def waits(window: str, local: time.struct_time | None) -> str:
-    """Reason why nothing may be exchanged now; "": there is none.
+def outside_window_reason(window: str, local: time.struct_time | None) -> str:
+    """Return why nothing may be installed now, or "".
 
     Args:
-        window: "HH:MM-HH:MM", over midnight too if the second time is the earlier one; "": at any time.
-        local: the board's local time; None: the board has no clock.
+        window: "HH:MM-HH:MM", over midnight if the second time is earlier, or "" for any time.
+        local: Local time of the device, or None without a clock.
     """
     found = _FORM.match(window)
     if found is None:

@@ -1,7 +1,7 @@
-"""Memory of a task: predicted before it is accepted, watched while it runs, measured afterwards.
+"""Memory of a task: predicted in advance, watched during the task and measured afterwards.
 
-Resident sizes come from /proc. The peak is the kernel's own high-water mark of the task's process,
-reset before each task; `ru_maxrss` would include the parent's former size.
+Resident sizes come from /proc. The peak is the kernel's high-water mark of the task's process, reset before each task.
+`ru_maxrss` would include the former size of the parent process.
 """
 
 from __future__ import annotations
@@ -31,55 +31,53 @@ LEVEL_MOST: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the 
 
 @dataclass(frozen=True)
 class Caution:
-    """Experience of this board with the memory predictions for a method's tasks on one engine.
+    """Correction of memory predictions for one method and engine, from earlier tasks.
 
-    The engine's planning budget changes in steps, and is the whole budget as long as peaks match predictions:
-    the size of micro-batches decides the last bits of a result, so it must not follow each measurement.
+    The planning budget changes in steps and is the whole budget while peaks match predictions. The size of
+    micro-batches decides the last bits of a result and must not follow each measurement.
     """
 
     ratio: float = 1.0  # true over predicted peak, averaged
     level: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
 
-    def seen(self, peak_bytes: int, planned_bytes: int) -> Caution:
-        """Experience after a successful task: its peak, and the peak that its engine had planned."""
+    def with_peak(self, peak_bytes: int, planned_bytes: int) -> Caution:
+        """Return the margin after a completed task, from its peak and the peak planned by the engine."""
         if planned_bytes <= 0:
             return self
         found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
         return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
 
-    def failed(self) -> Caution:
-        """Experience after a task that ran out of memory."""
+    def with_failure(self) -> Caution:
         return replace(self, level=min(self.level + 1, LEVEL_MOST))
 
     @property
-    def steps(self) -> int:
-        """Number of steps down for the planning budget."""
+    def reduction_steps(self) -> int:
+        """Number of times that the planning budget is divided by `STEP`."""
         over = math.log(self.ratio / TOLERATED, STEP)
         return self.level + max(math.ceil(over), 0)
 
-    def plannable_bytes(self, budget_bytes: int, base_bytes: int) -> int:
-        """Bytes that an engine may plan with, of its budget; `base_bytes` is its own size without work."""
-        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.steps)
+    def plan_limit_bytes(self, budget_bytes: int, base_bytes: int) -> int:
+        """Return how much of a budget an engine may plan to use. `base_bytes` is its size without work."""
+        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.reduction_steps)
 
 
-def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
-    """Resident size of a process with only the engine: as measured on this board, else as assumed."""
+def engine_base_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """Return the resident size of a process with only the engine, as measured or else assumed."""
     return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
 
 
-def least_bytes(engine: str, measured: Mapping[str, int]) -> int:
-    """Least memory of any task on the engine."""
-    return footprint.need_bytes(engine, 0, base_bytes(engine, measured))
+def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    return footprint.task_process_bytes(engine, 0, engine_base_bytes(engine, measured))
 
 
-def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:
-    """Explain why no installed engine fits the budget; None if one does."""
-    need = {name: least_bytes(name, {}) for name in engines}
+def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str | None:
+    """Return why no installed engine fits the budget, or None if any engine fits."""
+    need = {name: minimum_task_bytes(name, {}) for name in engines}
     if any(size < budget_bytes for size in need.values()):
         return None
-    held = ", ".join(f"{name} {megabytes(size)}" for name, size in need.items()) or "none is installed"
+    held = ", ".join(f"{name} {format_megabytes(size)}" for name, size in need.items()) or "none is installed"
     return (
-        f"the budget of {megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
+        f"the budget of {format_megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
         "every task will be declined until the budget is raised"
     )
 
@@ -94,49 +92,47 @@ def memory_shortage(
 ) -> tuple[RefusalCode, str] | None:
     """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
 
-    The code is "budget" if the work never fits this device, "memory" if it fits once memory is free.
+    The code is "budget" if the work never fits this device, "memory" if it fits after memory is freed.
 
     Args:
-        engine: name.
-        work: predicted by the method.
-        budget_bytes: most that the task's process may hold resident.
-        available_bytes: memory that the board can still give to this task's process; None: unknown.
-        measured: engine -> resident size of a process with only the engine, as measured on this board.
-        caution: experience with such work; the need is the prediction times its ratio.
+        engine: Name of the engine.
+        work: Work as predicted by the method.
+        budget_bytes: Most resident memory of the task's process.
+        available_bytes: Memory that the board can still give to the process, or None if unknown.
+        measured: Measured resident size of a process with only the engine, by engine.
+        caution: Margin by which the prediction is multiplied.
     """
-    base = least_bytes(engine, measured)
-    factor = max(STEP**caution.steps, caution.ratio)
+    base = minimum_task_bytes(engine, measured)
+    factor = max(STEP**caution.reduction_steps, caution.ratio)
     share = math.ceil(work.peak_bytes * factor)
     need = base + share
     if need <= budget_bytes and (available_bytes is None or need <= available_bytes):
         return None
     learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
-    shares = f"{megabytes(base)} for the {engine} engine, {megabytes(share)} for the work{learnt}"
-    parts = f"needs {megabytes(need)} ({shares})"
+    shares = f"{format_megabytes(base)} for the {engine} engine, {format_megabytes(share)} for the work{learnt}"
+    parts = f"needs {format_megabytes(need)} ({shares})"
     if need > budget_bytes:
-        return "budget", f"{parts}, the budget here is {megabytes(budget_bytes)}"
+        return "budget", f"{parts}, the budget here is {format_megabytes(budget_bytes)}"
     assert available_bytes is not None
     return "memory", (
-        f"{parts}, the board has {megabytes(available_bytes)} left: ask for less, or free memory there "
-        f"(the budget of {megabytes(budget_bytes)} would allow it)"
+        f"{parts}, the board has {format_megabytes(available_bytes)} left: ask for less, or free memory there "
+        f"(the budget of {format_megabytes(budget_bytes)} would allow it)"
     )
 
 
-def megabytes(size: int) -> str:
-    """Size in whole megabytes, as text."""
+def format_megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
 # -- while it runs --------------------------------------------------------------------------------
 
 
-def oom_kills(proc: Path = PROC) -> int | None:
-    """Number of out-of-memory kills by this kernel; None: it does not count (before Linux 4.13)."""
-    return _count(proc / "vmstat", "oom_kill")
+def count_oom_kills(proc: Path = PROC) -> int | None:
+    """Return the number of out-of-memory kills, or None before Linux 4.13, which has no count."""
+    return _read_counter(proc / "vmstat", "oom_kill")
 
 
-def _count(path: Path, name: str) -> int | None:
-    """Number in a file of the kernel with lines "name number"; None: it is not there."""
+def _read_counter(path: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -145,12 +141,11 @@ def _count(path: Path, name: str) -> int | None:
 
 
 class Cage:
-    """Control group (v2) with a memory limit for a task's process, if this process may make one.
+    """Control group (v2) that limits the memory of a task's process, where permitted.
 
-    It may if its own group was delegated to it (systemd: `Delegate=memory`) and holds nothing else: call `divide`
-    before the task's process is started. The kernel wants processes in leaves only, so this process moves into a leaf
-    beside the task's.
-    Elsewhere `limit` returns False, and the watchdog on the resident size is the only limit.
+    This requires that systemd delegates the agent's group (`Delegate=memory`) and that the group holds no other
+    process. The kernel allows processes in leaves only, so this process moves into a leaf beside the task's group.
+    Elsewhere `apply_limit` returns False, and the check of the resident size is the only limit.
     """
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = PROC) -> None:
@@ -158,15 +153,18 @@ class Cage:
         self._task: Path | None = None
         self._tried = False
 
-    def divide(self) -> None:
-        """Make the task's group on first use. The kernel refuses while a child is in this process's own (EBUSY)."""
+    def create_group(self) -> None:
+        """Create the task's group on the first call, before any child process starts.
+
+        The kernel refuses (EBUSY) while a child is in this process's own group.
+        """
         if not self._tried:
             self._tried = True
-            self._task = self._prepare()
+            self._task = self._create_task_group()
 
-    def limit(self, pid: int, budget_bytes: int) -> bool:
-        """Hold the process to its budget from now on; returns whether the kernel will."""
-        self.divide()
+    def apply_limit(self, pid: int, budget_bytes: int) -> bool:
+        """Limit the memory of a process. Return whether the kernel enforces the limit."""
+        self.create_group()
         if self._task is None:
             return False
         try:
@@ -178,15 +176,15 @@ class Cage:
             (self._task / "memory.swap.max").write_text("0")
         return True
 
-    def kills(self) -> int | None:
-        """Number of out-of-memory kills within the limit; None: no limit, or no count."""
+    def count_oom_kills(self) -> int | None:
+        """Return the number of out-of-memory kills in the group, or None without a limit or a count."""
         if self._task is None:
             return None
-        return _count(self._task / "memory.events", "oom_kill")
+        return _read_counter(self._task / "memory.events", "oom_kill")
 
-    def _prepare(self) -> Path | None:
-        own = self._own()
-        if own is None or not sysfs.there(own / "cgroup.subtree_control"):
+    def _create_task_group(self) -> Path | None:
+        own = self._own_group()
+        if own is None or not sysfs.is_visible(own / "cgroup.subtree_control"):
             return None
         leaf, task, pid = own / "agent", own / "task", str(os.getpid())
         try:
@@ -204,8 +202,8 @@ class Cage:
             return None
         return task
 
-    def _own(self) -> Path | None:
-        """Control group of this process in the unified hierarchy; never the root, which is not ours to divide."""
+    def _own_group(self) -> Path | None:
+        # The root group is never returned, because it cannot be divided.
         with contextlib.suppress(OSError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():
                 if line.startswith("0::/") and line != "0::/":
@@ -217,7 +215,7 @@ class Cage:
 
 
 def reset_peak(pid: int, proc: Path = PROC) -> bool:
-    """Reset the high-water mark of an own process; False if the kernel refuses."""
+    """Reset the high-water mark of a child process. Return False if the kernel refuses."""
     try:
         (proc / str(pid) / "clear_refs").write_text("5")
     except OSError:
@@ -225,8 +223,8 @@ def reset_peak(pid: int, proc: Path = PROC) -> bool:
     return True
 
 
-def peak_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Largest resident size of a process since its start or `reset_peak`; None: it is gone."""
+def read_peak_bytes(pid: int, proc: Path = PROC) -> int | None:
+    """Return the peak resident size since the last `reset_peak`, or None if the process has ended."""
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / str(pid) / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):

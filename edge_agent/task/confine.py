@@ -1,11 +1,11 @@
-"""Confinement of a task's process, as far as the kernel has seccomp and Landlock.
+"""Sandbox of a task's process, where the kernel has seccomp and Landlock.
 
-A task runs what others made: a graph, a network, data. If one of them takes over the process, the process can still
-send nothing except its answer, reach no other process's memory, leave its process group, or write any file outside its
-private folders. The agent therefore trusts no file in these folders: it copies a result before it checks it.
-Where the kernel has neither, the task runs unconfined (docs/security.md lists what then holds).
+A task runs graphs, networks and data made by other people. If any of them takes over the process, the process can send
+nothing except its result, reach no other process's memory, leave no process group, and write no file outside its
+private folders. The agent trusts no file in these folders: it copies a result before checking it. Without seccomp and
+Landlock, the task runs without a sandbox (see docs/security.md).
 
-Both apply to the calling thread and to what it starts later. So `confine_to` comes before any library starts threads.
+Both apply to the calling thread and its later children, so `enter_sandbox` must run before any library starts threads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; li
 
 
 class Calls(NamedTuple):
-    """Numbers of system calls of one architecture."""
-
     architecture: int
     socket: int
     refused: Sequence[int]  # ptrace, process_vm_readv/writev, io_uring_setup, pidfd_getfd, setsid, setpgid
@@ -55,52 +53,56 @@ def task_command(private: Path) -> tuple[str, ...]:
 
 
 def protect_memory() -> None:
-    """Forbid processes of the same user to trace this process, write its memory, or change its entries in /proc."""
+    """Prevent the user's processes from tracing or writing the memory of this process."""
     _prctl(PR_SET_DUMPABLE, 0)
 
 
-def confine_to(private: Path) -> None:
+def enter_sandbox(private: Path) -> None:
     """Confine this process to its private folders, which are created if missing."""
     for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
         (private / name).mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(private / TEMPORARY)
     os.environ["XDG_CACHE_HOME"] = str(private / LIBRARIES)
     os.environ["CUDA_CACHE_PATH"] = str(private / LIBRARIES / "nv")
-    confine(writable_folders(private))
+    apply_restrictions(writable_folders(private))
 
 
-def confine(writable: Iterable[Path]) -> tuple[str, ...]:
-    """Give up what this process can, for good: "files", "network", as far as the kernel has done it.
+def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
+    """Restrict this process permanently. Return the restrictions that the kernel applied.
+
+    Restrictions are "files" (writes) and "network" (sockets, and calls that reach other processes).
 
     Args:
-        writable: folders below which it may still write; those that are not there are left out.
+        writable: Folders below which the process may still write. Missing folders are left out.
     """
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()
-    return tuple(name for name, done in (("files", _files(writable)), ("network", _network())) if done)
+    return tuple(
+        name for name, done in (("files", _restrict_files(writable)), ("network", _restrict_network())) if done
+    )
 
 
-def possible() -> tuple[str, ...]:
-    """What `confine` would give up here, as far as the kernel says it; nothing is given up by asking."""
-    files = _landlock() >= LEAST_LANDLOCK
+def available_restrictions() -> tuple[str, ...]:
+    """Return the restrictions that the kernel supports, without applying any."""
+    files = _landlock_version() >= LEAST_LANDLOCK
     network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
     return tuple(name for name, there in (("files", files), ("network", network)) if there)
 
 
 def writable_folders(private: Path) -> list[Path]:
-    """Return the folders that a task's process may write: its private ones, /dev and /proc.
+    """Return the folders that a task's process may write.
 
-    `private` itself is not among them, so that a task cannot put a link in the place of one of the folders.
+    The parent folder `private` is not writable, so that a task cannot replace a folder by a link.
     """
     return [*(private / name for name in (OUT, CACHE, TEMPORARY, LIBRARIES)), Path("/dev"), Path("/proc")]
 
 
-def _files(writable: Iterable[Path]) -> bool:
-    version = _landlock()
+def _restrict_files(writable: Iterable[Path]) -> bool:
+    version = _landlock_version()
     if version < LEAST_LANDLOCK:
         return False
     handled = WRITES | (TRUNCATES if version >= TRUNCATE_LANDLOCK else 0)
-    rules = _call(CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
+    rules = _system_call(CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
     if rules < 0:
         return False
     try:
@@ -110,27 +112,27 @@ def _files(writable: Iterable[Path]) -> bool:
             except OSError:
                 continue
             try:
-                if _call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", handled, place), 0):
+                if _system_call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", handled, place), 0):
                     return False
             finally:
                 os.close(place)
-        return _call(RESTRICT_SELF, rules, 0) == 0
+        return _system_call(RESTRICT_SELF, rules, 0) == 0
     finally:
         os.close(rules)
 
 
-def _network() -> bool:
+def _restrict_network() -> bool:
     calls = CALLS.get(platform.machine())
     if calls is None or sys.byteorder != "little":
         return False
-    program = _filter(calls)
+    program = _filter_program(calls)
     code = ctypes.create_string_buffer(b"".join(program))
     whole = struct.pack("@HP", len(program), ctypes.addressof(code))
     return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(whole)) == 0
 
 
-def _filter(calls: Calls) -> list[bytes]:
-    """Sockets but for local ones and questions to the kernel, and calls that reach other processes, are refused."""
+def _filter_program(calls: Calls) -> list[bytes]:
+    # Denied are sockets except Unix and Netlink, and calls that reach other processes.
     tests = [
         (LOAD, ARCHITECTURE_AT, None),
         (EQUAL, calls.architecture, "next or refuse"),
@@ -157,12 +159,12 @@ def _filter(calls: Calls) -> list[bytes]:
     return [*program, struct.pack("=HBBI", RETURN, 0, 0, REFUSE), struct.pack("=HBBI", RETURN, 0, 0, ALLOW)]
 
 
-def _landlock() -> int:
-    """The version of Landlock that the kernel has; below 1: none, or it is switched off."""
-    return _call(CREATE_RULESET, None, 0, VERSION_FLAG)
+def _landlock_version() -> int:
+    """Return the kernel's Landlock version, or a number below 1 if Landlock is missing or off."""
+    return _system_call(CREATE_RULESET, None, 0, VERSION_FLAG)
 
 
-def _call(number: int, *arguments: int | bytes | None) -> int:
+def _system_call(number: int, *arguments: int | bytes | None) -> int:
     passed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return int(ctypes.CDLL(None).syscall(ctypes.c_long(number), *passed))
 

@@ -1,4 +1,4 @@
-"""Error of a task's work, as the code that the coordinator acts on and as a sentence."""
+"""Conversion of a task's error into a claim code for the coordinator and a sentence."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedquilt.disk import FULL
 from fedquilt.edge_agent import exhausted
 
 
-def code_of_error(error: Exception) -> Any:
-    """Return the claim code of an error. `coordinator.refusals` says which codes recur with the same task."""
+def claim_code_from_error(error: Exception) -> Any:
+    """Return the claim code of an error."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
-        if exhausted.is_of_memory(error):
+        if exhausted.is_out_of_memory_error(error):
             return "memory"
-        if exhausted.tells_of_gpu(str(error)):
+        if exhausted.is_gpu_failure_text(str(error)):
             return "failed"  # the next attempt has a new process
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (MemoryBudgetError, "budget"),
@@ -43,20 +43,19 @@ def code_of_error(error: Exception) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """Return what the device reports of an error, with file and line if it is not fedquilt's own."""
+    """Return a sentence about an error, with file and line for errors outside fedquilt."""
     said = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
         return said
-    if exhausted.is_of_memory(error):
+    if exhausted.is_out_of_memory_error(error):
         said = said or type(error).__name__
         return shorten_error(
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
         )
-    return shorten_error(f"{type(error).__name__}{': ' if said else ''}{said} ({_place(error)})")
+    return shorten_error(f"{type(error).__name__}{': ' if said else ''}{said} ({_source_location(error)})")
 
 
-def _place(error: Exception) -> str:
-    """File and line of an unexpected error, for the author of a method or network: "prox.py, line 24"."""
+def _source_location(error: Exception) -> str:
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if "site-packages" not in frame.filename] or list(every)
     return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"

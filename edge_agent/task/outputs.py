@@ -18,21 +18,21 @@ SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they 
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and return its reference. For the task's process: this imports numpy.
+    """Write a safetensors file and return its reference.
 
-    Large ones are written piece by piece: beside the tensors, the whole would be a second copy in memory.
+    Large files are written in pieces, because a whole encoding would be a second copy in memory. Imports numpy.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If the file cannot be written.
     """
-    from fedquilt.tensor_files import write
-    from fedquilt.tensors import encode, total_bytes
+    from fedquilt.tensor_files import write_safetensors
+    from fedquilt.tensors import encode_tensors, total_bytes
 
     if total_bytes([tensors]) <= SMALL_BYTES:
-        payload = encode(tensors)
+        payload = encode_tensors(tensors)
         with doing(f"write {path}"):
             REAL.write(path, payload)
         return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     with doing(f"write {path}"):
-        write(Path(path), tensors)
-        return BlobRef(sha256=REAL.digest(path), size=os.stat(path).st_size)
+        write_safetensors(Path(path), tensors)
+        return BlobRef(sha256=REAL.hash_file(path), size=os.stat(path).st_size)

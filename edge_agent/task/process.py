@@ -1,4 +1,4 @@
-"""Child process of the daemon: its pipes never block, its size is known, and its death is explained in a sentence."""
+"""Child process of the daemon, with non-blocking pipes, a known size and an explained end."""
 
 from __future__ import annotations
 
@@ -34,17 +34,25 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Child:
-    """A process that takes orders on stdin and answers on stdout, started with this process's id as last argument.
+    """Process that reads requests from stdin and writes events to stdout.
+
+    The command gets the id of this process as last argument.
+
+    Args:
+        command: Command of the process.
+        engine: Engine that the process is for.
+        count_kills: Counter of all out-of-memory kills by the kernel, or None without a count.
+        count_own: Counter of the kills within the task's own memory limit, or None without a limit.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: If the process cannot be started.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         engine: str,
-        count_kills: Callable[[], int | None] = budget.oom_kills,
+        count_kills: Callable[[], int | None] = budget.count_oom_kills,
         count_own: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
@@ -73,31 +81,29 @@ class Child:
         self._held: int | None = None
 
     @property
-    def gone(self) -> bool:
-        """Whether it has ended, or has closed its output."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended or closed its output."""
         return self._answers is None or self._process.poll() is not None
 
     @property
     def last_output(self) -> str:
-        """Last line of the process's output that was no answer, or "(nothing)"."""
+        """Last line of output that was no event, or "(nothing)"."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
     def fds(self) -> list[int]:
-        """File descriptors of its output."""
         return [pipe.fileno() for pipe in (self._answers, self._errors) if pipe is not None]
 
-    def send(self, line: bytes) -> None:
-        """Send it a line, as far as the pipe takes it; `receive` sends the rest."""
+    def send_line(self, line: bytes) -> None:
+        """Send a line as far as the pipe accepts it. `receive_events` sends the rest."""
         self._unsent += line
-        self._push()
+        self._send_pending()
 
-    def receive(self) -> list[Event]:
-        """Return the answers that have arrived, and keep the end of all other output."""
-        self._push()
-        self._errors, said = _drain(self._errors)
+    def receive_events(self) -> list[Event]:
+        self._send_pending()
+        self._errors, said = _read_available(self._errors)
         self._tail = (self._tail + said)[-TAIL_BYTES:]
-        self._answers, said = _drain(self._answers)
+        self._answers, said = _read_available(self._answers)
         *lines, self._line = (self._line + said).split(b"\n")
         self.garbled = self.garbled or len(self._line) > LINE_MOST_BYTES
         events: list[Event] = []
@@ -111,7 +117,6 @@ class Child:
         return events
 
     def _keep_invalid_line(self, line: bytes) -> None:
-        """Keep a line that is no answer as output, log the first one, and mark the child garbled after many."""
         self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
             log.warning(
@@ -120,22 +125,22 @@ class Child:
         self._invalid_lines += 1
         self.garbled = self._invalid_lines > INVALID_LINES_MOST
 
-    def look(self) -> int | None:
-        """Resident size in bytes; None: it is gone."""
+    def measure_resident_bytes(self) -> int | None:
+        """Return the resident size, or None if the process has ended."""
         held = budget.resident_bytes(self.pid)
         self._held = held or self._held
         return held
 
-    def obituary(self) -> Outcome:
-        """Outcome that explains its death in a sentence."""
+    def explain_end(self) -> Outcome:
+        """Return an outcome with the reason why the process ended or stopped responding."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
-        held = "" if self._held is None else f", which held {budget.megabytes(self._held)} when last seen,"
+        held = "" if self._held is None else f", which held {budget.format_megabytes(self._held)} when last seen,"
         if status is None:
             return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}")
-        if status != -signal.SIGKILL and exhausted.tells_of_memory(self._tail.decode(errors="replace")):
-            return self._out_of_memory(
+        if status != -signal.SIGKILL and exhausted.is_out_of_memory_text(self._tail.decode(errors="replace")):
+            return self._out_of_memory_outcome(
                 f"the task's process{held} ran out of memory and ended; it said: {self.last_output}"
             )
         if status >= 0:
@@ -146,12 +151,12 @@ class Child:
             name = signal.Signals(-status).name
             reason = f"the task's process{held} died of {name}; it said: {self.last_output}"
             return Outcome(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
-        return self._murdered(held)
+        return self._explain_sigkill(held)
 
-    def _murdered(self, held: str) -> Outcome:
-        """Cause of a SIGKILL: only within the task's own limit is it certain that the task itself was too large."""
+    def _explain_sigkill(self, held: str) -> Outcome:
+        # Only a kill within the task's own memory limit proves that the task was too large.
         if (self._count_own() or 0) > (self._own_kills or 0):
-            return self._out_of_memory(f"the kernel killed the task's process{held} at its budget")
+            return self._out_of_memory_outcome(f"the kernel killed the task's process{held} at its budget")
         kills = self._count_kills()
         if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count
             how = f"the task's process{held} was killed, most likely by the kernel for want of memory"
@@ -161,19 +166,17 @@ class Child:
             return Outcome(
                 code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)", killed=True
             )
-        return msgspec.structs.replace(self._out_of_memory(how), killed=True)
+        return msgspec.structs.replace(self._out_of_memory_outcome(how), killed=True)
 
-    def _out_of_memory(self, how: str) -> Outcome:
-        """Return the outcome of a process that ran out of memory."""
+    def _out_of_memory_outcome(self, how: str) -> Outcome:
         reason = f"{how}: ask for less, or lower budget to what the board can give"
         return Outcome(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
 
-    def has_company(self) -> bool:
-        """Return whether other processes, which a task has started, are left in the process group."""
+    def has_other_processes(self) -> bool:
+        """Return whether processes started by a task are left in the process group."""
         return any(pid != self.pid for pid in _processes_in_group(self.pid))
 
     def kill(self) -> None:
-        """Kill the process with its group and close the pipes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the first process has ended
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -183,8 +186,7 @@ class Child:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _push(self) -> None:
-        """Write as much of the order as the pipe takes."""
+    def _send_pending(self) -> None:
         while self._unsent:
             try:
                 written = self._orders.write(self._unsent[:65536])
@@ -196,8 +198,7 @@ class Child:
             self._unsent = self._unsent[written:]
 
 
-def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Bytes that can be read now; the pipe is None once it has ended."""
+def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= LINE_MOST_BYTES:
         part = pipe.read(65536)
@@ -211,7 +212,6 @@ def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
 
 
 def _processes_in_group(leader: int) -> Iterator[int]:
-    """Yield the ids of running processes in a process group."""
     for name in os.listdir(PROC):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
@@ -220,8 +220,8 @@ def _processes_in_group(leader: int) -> Iterator[int]:
                     yield int(name)
 
 
-def die_with(parent: int) -> None:
-    """Make the kernel end this process when its parent dies, also by kill -9."""
+def exit_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends, even after kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
         sys.exit()

@@ -1,4 +1,4 @@
-"""Protocol between the daemon and a task's process: orders one way, progress and an outcome the other."""
+"""Messages between the daemon and a task's process: requests, progress and outcomes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,14 @@ from fedquilt.wire import RefusalCode
 
 
 class Asked(Protocol):
-    """What a process is asked to do, as JSON."""
+    @property
+    def engine(self) -> str: ...
 
     @property
-    def engine(self) -> str:
-        """Engine that it is for: one process serves orders of one engine."""
-        ...
-
-    @property
-    def budget_bytes(self) -> int:
-        """Most that the process may hold resident."""
-        ...
+    def budget_bytes(self) -> int: ...
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One task, with the paths of its files on this device."""
-
     task: Task
     device: str
     budget_bytes: int
@@ -42,29 +34,26 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  # prefix of these files' names, if devices share the folder
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
     checked: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has
-    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
+    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
     tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
 
     @property
     def engine(self) -> str:
-        """The task's engine."""
         return self.task.engine
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
-    """The device's data is loaded and the work begins. Its number of examples decides the amount of work."""
+    """Report that the device's data is loaded, before the work begins."""
 
     examples: int  # held-out ones aside
 
 
 class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
-    """Share done, 0 to 1."""
-
     fraction: float
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
-    """Result of a task; with a code other than "ok" only `reason` and the costs are meaningful."""
+    """Result of a task. With a code other than "ok", only `reason` and the costs are meaningful."""
 
     code: Literal["ok", RefusalCode] = "ok"
     reason: str = ""
@@ -75,7 +64,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     blobs: dict[Digest, bytes] = {}  # by sha256: bundles that are in no file
     private: BlobRef | None = None  # the private state that the task left; None: it left none
     note: str = ""  # that private state was lost, and has begun anew
-    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout`
+    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout_from_tensors`
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0

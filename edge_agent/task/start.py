@@ -1,6 +1,8 @@
-"""Start of a confined task's process: `python -m fedquilt.edge_agent.task.start PRIVATE PARENT`.
+"""Entry point of a sandboxed task process.
 
-The process is confined before any library is imported, then becomes `fedquilt.edge_agent.task.main`.
+    python -m fedquilt.edge_agent.task.start PRIVATE PARENT
+
+The process enters the sandbox before any library is imported, then becomes `fedquilt.edge_agent.task.main`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 if __name__ == "__main__":
-    confine.confine_to(Path(sys.argv[1]))
+    confine.enter_sandbox(Path(sys.argv[1]))
     from fedquilt.edge_agent.task import main
 
     main.main()

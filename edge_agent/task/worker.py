@@ -1,10 +1,9 @@
-"""Worker that carries out a task for the daemon: a child process, or on virtual time the daemon itself.
+"""Workers that run tasks for the daemon, in a child process or on virtual time.
 
-The child (`fedquilt.edge_agent.task.main`) takes orders as JSON lines on its stdin and answers on its
-stdout. It is kept for a while after a task, so that the next one with the same engine finds its
-imports and its data in place; it may be killed at any moment, as it owns nothing of value.
-While it works, its resident size is checked a few times a second: above the budget it is killed
-to protect the board.
+The child (`fedquilt.edge_agent.task.main`) reads requests as JSON lines from stdin and writes events to stdout. An idle
+child is kept for a while, so that the next task with the same engine finds its imports and data loaded. The child may
+be killed at any moment. While a task runs, the resident size is checked a few times a second. Above the budget, the
+child is killed to protect the board.
 """
 
 from __future__ import annotations
@@ -38,44 +37,37 @@ COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
 class Worker(Protocol):
-    """Carries out one order at a time."""
-
     @property
     def resident_bytes(self) -> int:
-        """Bytes held by its process now, available to the next task's; 0: it has no process of its own."""
+        """Memory of the worker's process, available to the next task, or 0 without a process."""
         ...
 
     def start(self, order: Order, now_s: float) -> None:
-        """Begin an order; `poll` returns the outcome, also if it could not begin."""
+        """Start a task. `poll` returns its outcome, even if the start failed."""
         ...
 
     def poll(self, now_s: float) -> list[Event]:
-        """Events since the last call; after an Outcome it is free for the next order."""
+        """Return the events since the last call. After an `Outcome` the worker is free."""
         ...
 
-    def due_s(self, now_s: float) -> float:
-        """Time by which it has to be polled."""
+    def next_poll_s(self, now_s: float) -> float:
+        """Return the time by which `poll` must be called, or infinity."""
         ...
 
     def kill(self) -> None:
-        """Give up the order in hand; no more events come of it."""
+        """Cancel the current task. No more events follow."""
         ...
 
-    def fds(self) -> Sequence[int]:
-        """File descriptors that become readable when there is something to poll."""
-        ...
+    def fds(self) -> Sequence[int]: ...
 
-    def close(self) -> None:
-        """End at once."""
-        ...
+    def close(self) -> None: ...
 
 
 class VirtualWorker:
-    """Simulates, on virtual time, the progress of an order that takes as long as it would on the board.
+    """Simulated worker that takes, on virtual time, as long for a task as the simulated board would.
 
-    The remaining time follows the point at which the board is held, also when that changes meanwhile. An order's
-    outcome is given to `worked`, at the time at which the order was begun: until then no event comes, and its time
-    has to stand still.
+    The remaining time follows the board's operating point, also if the point changes during the task. `set_outcome`
+    must be called at the time at which the task was started: until then no event comes.
     """
 
     resident_bytes: int = 0
@@ -90,64 +82,64 @@ class VirtualWorker:
         self._tell_s = 0.0  # time of the next progress event
 
     def start(self, order: Order, now_s: float) -> None:
-        """Note the order; it waits for `worked`."""
+        """Store the request until `set_outcome` is called."""
         self.order = order
 
-    def worked(self, outcome: Outcome, now_s: float) -> None:
-        """Set the outcome that the order has once its time is up."""
+    def set_outcome(self, outcome: Outcome, now_s: float) -> None:
+        """Set the outcome that `poll` returns when the task's time is up."""
         assert self.order is not None, "no order waits for an outcome"
-        self._work, self._outcome, self.order = self.order.task.work.on(outcome.examples), outcome, None
+        self._work, self._outcome, self.order = self.order.task.work.total_for_examples(outcome.examples), outcome, None
         self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
-        self._whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
+        self._whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
 
     def poll(self, now_s: float) -> list[Event]:
-        """Events that are due at this time."""
         if self._outcome is None:
             return []
         if self._outcome.code == "ok" and not self._loaded:
-            self._loaded, self._tell_s = True, now_s + self._every_s()
+            self._loaded, self._tell_s = True, now_s + self._report_interval_s()
             return [Loaded(self._outcome.examples)]
-        if now_s >= self._until_s():
+        if now_s >= self._end_s():
             outcome, self._outcome = self._outcome, None
             return [outcome]
         if self._outcome.code != "ok" or now_s < self._tell_s:
             return []
-        self._tell_s = now_s + self._every_s()
-        return [Progressed(self._done_by(now_s))]
+        self._tell_s = now_s + self._report_interval_s()
+        return [Progressed(self._share_done(now_s))]
 
-    def due_s(self, now_s: float) -> float:
-        """Time of the next event; infinite without an order."""
+    def next_poll_s(self, now_s: float) -> float:
         if self._outcome is None:
             return math.inf
-        whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
+        whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
         if whole_s != self._whole_s:  # the board is held at another point now
-            self._done, self._at_s, self._whole_s = self._done_by(now_s), now_s, whole_s
-        return min(self._until_s(), self._tell_s) if self._outcome.code == "ok" else self._until_s()
+            self._done, self._at_s, self._whole_s = self._share_done(now_s), now_s, whole_s
+        return min(self._end_s(), self._tell_s) if self._outcome.code == "ok" else self._end_s()
 
     def kill(self) -> None:
-        """Drop the order."""
         self.order = self._outcome = None
 
     def fds(self) -> Sequence[int]:
-        """Return no file descriptors: a worker on virtual time has no process to hear from."""
         return ()
 
     def close(self) -> None:
-        """Drop the order."""
         self.kill()
 
-    def _done_by(self, now_s: float) -> float:
+    def _share_done(self, now_s: float) -> float:
         return 1.0 if self._whole_s <= 0 else min(self._done + (now_s - self._at_s) / self._whole_s, 1.0)
 
-    def _until_s(self) -> float:
+    def _end_s(self) -> float:
         return self._at_s + (1 - self._done) * self._whole_s
 
-    def _every_s(self) -> float:
+    def _report_interval_s(self) -> float:
         return max(TELL_S, TELL_SHARE * self._whole_s)
 
 
 class InlineWorker(VirtualWorker):
-    """Carries out tasks in this process as they begin, on virtual time."""
+    """Worker that runs each task in this process when it starts, on virtual time.
+
+    Args:
+        board: Simulated board.
+        load: Loader of a device's examples, or None to read the data from disk.
+    """
 
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
         """`load` returns a device's examples, if workers are not to read the data each by itself."""
@@ -156,22 +148,22 @@ class InlineWorker(VirtualWorker):
         self._bench: Any = None  # fedquilt.edge_agent.task.main.Bench, made with the first order
 
     def start(self, order: Order, now_s: float) -> None:
-        """Carry out the order at once; its outcome is due when the board would be done."""
+        """Run the task at once. The outcome is due when the simulated board would be done."""
         from fedquilt.edge_agent.task import main
 
         super().start(order, now_s)
         self._bench = self._bench or main.Bench(self._load)
-        self.worked(main.run_order(order, self._bench), now_s)
+        self.set_outcome(main.run_task(order, self._bench), now_s)
 
 
 class ChildWorker:
-    """Carries out tasks in a child process, which is started with the first order.
+    """Worker that runs tasks in a child process, which is started with the first task.
 
     Args:
-        warm_s: time for which an idle child waits for the next order.
-        command: program that takes the orders.
-        cage: holds the child to its budget through the kernel, if it can.
-        private: folder of the child's private folders, of which the temporary one is emptied when the child ends.
+        warm_s: Time for which an idle child waits for the next task.
+        command: Command of the child.
+        cage: Memory limit of the child, enforced by the kernel if possible.
+        private: Folder with the child's private folders. The temporary folder is emptied when the child ends.
     """
 
     def __init__(
@@ -190,27 +182,26 @@ class ChildWorker:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident size of the idle or working child, in bytes; 0: there is none."""
         return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
     def start(self, order: Asked, now_s: float) -> None:
-        """Send the order to the child process, which is started unless one for this engine runs."""
+        """Send the request to the child, which is started unless a child for the same engine runs."""
         if self._child is not None and self._child.engine != order.engine:
             self._end_child()
         try:
             if self._child is None:
-                self._cage.divide()
+                self._cage.create_group()
                 self._empty_temporary()  # of a child that an agent which was killed has left
-                self._child = Child(self._command, order.engine, count_own=self._cage.kills)
-                self._cage.limit(self._child.pid, order.budget_bytes)
-            self._child.send(msgspec.json.encode(order) + b"\n")
+                self._child = Child(self._command, order.engine, count_own=self._cage.count_oom_kills)
+                self._cage.apply_limit(self._child.pid, order.budget_bytes)
+            self._child.send_line(msgspec.json.encode(order) + b"\n")
         except OSError as error:
             self._end_child()
             self._failed = Outcome(code="failed", reason=f"the task's process cannot be started: {error}")
         self._order, self._idle_s = order, math.inf
 
     def poll(self, now_s: float) -> list[Event]:
-        """Return the child's answers. End the child if it exceeds its budget, is spoilt, or was idle for long."""
+        """Return the child's events. End the child if it exceeds its budget, is unusable or idle too long."""
         if self._failed is not None:
             failed, self._failed, self._order = self._failed, None, None
             return [failed]
@@ -218,7 +209,7 @@ class ChildWorker:
             return []
         events: list[Event] = []
         spoilt = False
-        for event in self._child.receive():
+        for event in self._child.receive_events():
             if self._order is None:
                 continue  # it has answered already
             if isinstance(event, Outcome):
@@ -226,20 +217,19 @@ class ChildWorker:
             events.append(event)
             if isinstance(event, Outcome):
                 self._order, self._idle_s = None, now_s
-                broken_gpu = event.code == "failed" and exhausted.tells_of_gpu(event.reason)
-                spoilt = broken_gpu or self._child.has_company()  # for every later order too
-        if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
+                broken_gpu = event.code == "failed" and exhausted.is_gpu_failure_text(event.reason)
+                spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
+        if self._order is not None and (ended := self._check_child(self._child, self._order)) is not None:
             self._end_child()
             self._order = None
             events.append(ended)
         elif self._order is None and (
-            spoilt or self._child.garbled or self._child.gone or now_s >= self._idle_s + self._warm_s
+            spoilt or self._child.garbled or self._child.has_ended or now_s >= self._idle_s + self._warm_s
         ):
             self._end_child()
         return events
 
-    def due_s(self, now_s: float) -> float:
-        """Time of the next check of its size, or of its end."""
+    def next_poll_s(self, now_s: float) -> float:
         if self._failed is not None:
             return now_s
         if self._child is None:
@@ -247,30 +237,26 @@ class ChildWorker:
         return now_s + WATCH_S if self._order else self._idle_s + self._warm_s
 
     def kill(self) -> None:
-        """End the child with its order."""
         self._order = self._failed = None
         self._end_child()
 
     def fds(self) -> Sequence[int]:
-        """File descriptors of the child's output."""
         return self._child.fds() if self._child else ()
 
     def close(self) -> None:
-        """End the child."""
         self.kill()
 
-    def _watch(self, child: Child, order: Asked) -> Outcome | None:
-        """Outcome of the order if its process is dead or has to be killed; None: it continues."""
-        held = child.look()
+    def _check_child(self, child: Child, order: Asked) -> Outcome | None:
+        held = child.measure_resident_bytes()
         if child.garbled:
             return Outcome(
                 code="failed", reason=f"the task's process answers no protocol; it said: {child.last_output}"
             )
-        if child.gone:
-            return child.obituary()
+        if child.has_ended:
+            return child.explain_end()
         if held is not None and held > order.budget_bytes:
-            size = budget.megabytes(held)
-            limit = budget.megabytes(order.budget_bytes)
+            size = budget.format_megabytes(held)
+            limit = budget.format_megabytes(order.budget_bytes)
             return Outcome(
                 code="memory",
                 reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
@@ -290,7 +276,7 @@ class ChildWorker:
 
     def _empty_temporary(self) -> None:
         if self._private is not None:
-            REAL.clear(self._private / confine.TEMPORARY)
+            REAL.clear_folder(self._private / confine.TEMPORARY)
 
 
 def _require_small_result(outcome: Outcome, budget_bytes: int) -> Outcome:
@@ -298,8 +284,9 @@ def _require_small_result(outcome: Outcome, budget_bytes: int) -> Outcome:
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(each.size for each in files)) <= budget_bytes:
         return outcome
-    most = budget.megabytes(budget_bytes)
+    most = budget.format_megabytes(budget_bytes)
     reason = (
-        f"the task's result has {budget.megabytes(size)}, more than its memory budget of {most}: send a smaller one"
+        f"the task's result has {budget.format_megabytes(size)}, more than its memory budget of {most}: send a "
+        "smaller one"
     )
     return Outcome(code="failed", reason=reason)

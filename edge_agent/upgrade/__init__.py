@@ -1,1 +1,1 @@
-"""Upgrades of the agent over the air: environments side by side, the launcher that chooses one, settings from afar."""
+"""Remote upgrades of the agent: environments side by side, a launcher, and remote settings."""

@@ -1,10 +1,10 @@
-"""Bundle of an upgrade: one tar archive of wheels, with a manifest and its signature.
+"""Bundle of an upgrade: a tar archive of wheels with a manifest and its signature.
 
     upgrade.json     version, machine, Python, and the sha256 of every wheel
-    upgrade.sig      signature of upgrade.json by the fleet's authority; absent in a fleet without one
+    upgrade.sig      signature of upgrade.json by the fleet's authority, absent in a fleet without one
     wheels/*.whl
 
-`fedquilt flash --upgrade FILE` makes a bundle: without settings and secrets, so that one serves all boards of a kind.
+`fedquilt flash --upgrade FILE` creates a bundle, without settings and secrets, for all boards of a kind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of upgrade.json. Unknown fields are skipped: another `format` says when that would not do."""
+    """Content of upgrade.json. Unknown fields are ignored, and incompatible ones change `format`."""
 
     format: int
     version: Label  # of fedquilt
@@ -64,76 +64,75 @@ class _Plain(tarfile.TarInfo):
 
 
 class Bundle:
-    """An open bundle whose manifest has been read, and nothing more of it checked."""
+    """Open bundle of an upgrade. Only its manifest has been read, and nothing verified."""
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
         self._members = {one.name: one for one in archive.getmembers()}
-        self.signed = self._small(MANIFEST, MANIFEST_MOST)
-        self.signature = self._small(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
+        self.signed = self._read_small_file(MANIFEST, MANIFEST_MOST)
+        self.signature = self._read_small_file(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
         try:
             self.manifest = msgspec.json.decode(self.signed, type=Manifest)
         except UNDECODABLE as error:
-            raise self._odd(f"{MANIFEST}: {error}") from None
+            raise self._error(f"{MANIFEST}: {error}") from None
         if self.manifest.format != FORMAT:
             raise ModelError(
                 f"the bundle has format {self.manifest.format}, and this version of fedquilt reads {FORMAT}: "
                 "upgrade to a version in between first, or flash the board"
             )
 
-    def wheel(self, name: str) -> IO[bytes]:
-        """A wheel as a file.
+    def open_wheel(self, name: str) -> IO[bytes]:
+        """Open a wheel for reading.
 
         Raises:
-            ModelError: the archive lacks it.
+            ModelError: If the archive lacks the wheel.
         """
         member = self._members.get(f"wheels/{name}")
         file = None if member is None else self._archive.extractfile(member)
         if file is None:
-            raise self._odd(f"{name} is missing")
+            raise self._error(f"{name} is missing")
         return file
 
-    def check_wheels(self) -> None:
+    def verify_wheels(self) -> None:
         """Compare every wheel with the manifest.
 
         Raises:
-            ModelError: one is missing or another.
+            ModelError: If a wheel is missing or different.
         """
         for name, wanted in self.manifest.wheels.items():
             digest = hashlib.sha256()
-            with self.wheel(name) as file:
+            with self.open_wheel(name) as file:
                 while piece := file.read(1 << 20):
                     digest.update(piece)
             if digest.hexdigest() != wanted:
-                raise self._odd(f"{name} is not the one that its manifest names")
+                raise self._error(f"{name} is not the one that its manifest names")
 
-    def _small(self, name: str, most: int) -> bytes:
+    def _read_small_file(self, name: str, most: int) -> bytes:
         member = self._members.get(name)
         file = None if member is None or member.size > most else self._archive.extractfile(member)
         if file is None:
-            raise self._odd(f"{name} is missing or too large")
+            raise self._error(f"{name} is missing or too large")
         return file.read()
 
-    def _odd(self, why: str) -> ModelError:
-        return odd(self._path, why)
+    def _error(self, why: str) -> ModelError:
+        return bundle_error(self._path, why)
 
 
-def odd(path: Path, why: object) -> ModelError:
-    """The error of a file that is no bundle of an upgrade."""
+def bundle_error(path: Path, why: object) -> ModelError:
     return ModelError(f"{path} is no bundle of an upgrade ({why}): `fedquilt flash --upgrade FILE` makes one")
 
 
 @contextmanager
 def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[Bundle]:
-    """Open a bundle, or a `copy` of it that nobody else can change.
+    """Open a bundle, or a `copy` protected from changes.
 
     Raises:
-        ModelError: it is none, or of another format.
-        StoreError: it cannot be read.
+        ModelError: If the file is no bundle, or has another format.
+        StoreError: If the file cannot be read.
     """
     with doing(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_Plain) as archive:
                 yield Bundle(archive, path)
         except tarfile.TarError as error:
-            raise odd(path, error) from None
+            raise bundle_error(path, error) from None

@@ -1,11 +1,11 @@
-"""Makes an environment of an upgrade's bundle, and checks it with the new version itself. A program of its own.
+"""Program that builds an environment from an upgrade's bundle, checked by the new version.
 
     python -m fedquilt.edge_agent.upgrade.build
 
-takes an `Order` as JSON on stdin. An environment counts once it has its name, FOLDER/<sha256>, for which a folder
-that was synced is renamed: the program may be killed at any moment. At its end the program becomes the new version,
-told to check itself: `fedquilt agent agent.toml --check`. Code 0: all is well. Else the last line on stderr says what
-is not.
+The program reads a `Order` as JSON from stdin. An environment counts once a synced folder is renamed to
+FOLDER/<sha256>, so the program may be killed at any moment. At its end, the program becomes the new version, which
+checks itself: `fedquilt agent agent.toml --check`. Exit code 0 means success. Otherwise the last line on stderr is the
+reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedquilt import environment
 from fedquilt.core import FedquiltError, JobError, ModelError, StoreError
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent.task.confine import protect_memory
-from fedquilt.edge_agent.task.process import die_with
+from fedquilt.edge_agent.task.process import exit_with_parent
 from fedquilt.edge_agent.upgrade import archive, launch
 from fedquilt.edge_agent.upgrade.archive import Bundle, Manifest
 
@@ -38,7 +38,19 @@ MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own,
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to build. `words`: of the agent's command line; `packages`: folders of what the board was flashed with."""
+    """Request to build an environment.
+
+    Attributes:
+        bundle: File of the bundle.
+        sha256: Hash of the bundle.
+        folder: Folder of all environments.
+        words: Command line of the agent.
+        packages: Folders of the packages that the board was flashed with.
+        ca: File with the authority's certificate, or None.
+        unsigned: Whether unsigned bundles are accepted.
+        newest: Number of the latest version confirmed on this board. Older bundles are refused.
+        parent: Id of the process to end with, or 0.
+    """
 
     bundle: str  # file
     sha256: str
@@ -51,8 +63,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: int = 0  # process to end with
 
 
-def interpreter() -> str:
-    """The Python that an environment is made for: this one without its own environment."""
+def base_interpreter() -> str:
+    """Return the Python for a new environment: this one without its own environment."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for place in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
         if place.name.startswith("python") and place.is_file():
@@ -60,12 +72,8 @@ def interpreter() -> str:
     return sys.executable
 
 
-def fits(manifest: Manifest) -> None:
-    """Check that a bundle is for this machine and this Python.
-
-    Raises:
-        ModelError: it is for another.
-    """
+def require_fitting_machine(manifest: Manifest) -> None:
+    """Raise ModelError unless a bundle is for this machine and Python version."""
     if manifest.machine != platform.machine():
         raise ModelError(
             f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {MEND_ARCHITECTURE}"
@@ -77,12 +85,12 @@ def fits(manifest: Manifest) -> None:
         )
 
 
-def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
-    """Check the signature of a bundle's manifest.
+def require_valid_signature(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
+    """Raise an error unless a bundle's manifest is signed by the authority.
 
     Raises:
-        ModelError: it has none, or none of this authority.
-        JobError: the certificate cannot be used, or the package that checks it is missing.
+        ModelError: If there is no signature, or none of this authority.
+        JobError: If the certificate is unusable, or the package for the check is missing.
     """
     if unsigned:
         return
@@ -118,8 +126,8 @@ def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
     raise ModelError(f"the bundle's signature is not of the authority in {ca}: sign it with the fleet's own")
 
 
-def not_older(manifest: Manifest, newest: int) -> None:
-    """Check that a bundle was signed no earlier than the latest one that this board has kept.
+def require_not_older(manifest: Manifest, newest: int) -> None:
+    """Raise ModelError if a bundle was signed before the latest version confirmed on this board.
 
     Raises:
         ModelError: it was: whoever has an old bundle must not bring its mistakes back.
@@ -132,11 +140,11 @@ def not_older(manifest: Manifest, newest: int) -> None:
         )
 
 
-def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
-    """Folders of the packages that the bundle leaves to what the board was flashed with; [] if it has all itself.
+def flashed_packages(manifest: Manifest, packages: Iterable[str]) -> list[str]:
+    """Return the folders of flashed packages that a bundle needs, or [] if it needs none.
 
     Raises:
-        ModelError: one is missing there, or has another version.
+        ModelError: If a package is missing or has another version.
     """
     if not manifest.present:
         return []
@@ -144,9 +152,9 @@ def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
     found: dict[str, str] = {}
     for one in metadata.distributions(path=places):
         if "Name" in one.metadata:
-            found.setdefault(_canonical(one.metadata["Name"]), one.version)
+            found.setdefault(_canonical_name(one.metadata["Name"]), one.version)
     for name, wanted in sorted(manifest.present.items()):
-        has = found.get(_canonical(name))
+        has = found.get(_canonical_name(name))
         if has != wanted:
             says = "does not have it" if has is None else f"has {has}"
             raise ModelError(
@@ -155,34 +163,34 @@ def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
     return places
 
 
-def _canonical(name: str) -> str:
+def _canonical_name(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def build_environment(order: Order, disk: Disk = REAL) -> Path:
-    """Check the bundle, unpack it into an environment unless that exists, and return its folder.
+    """Check a bundle, unpack it unless its environment exists, and return the environment's folder.
 
     Raises:
-        ModelError: a bundle that this board cannot use.
-        JobError: its signature cannot be checked.
-        StoreError: it cannot be written.
+        ModelError: If this board cannot use the bundle.
+        JobError: If the signature cannot be checked.
+        StoreError: If the environment cannot be written.
     """
     folder = Path(order.folder)
     home, new = folder / order.sha256, folder / f"{order.sha256}.new"
     with _open_private_copy(order, disk) as copy, archive.open_bundle(Path(order.bundle), copy) as bundle:
-        fits(bundle.manifest)
-        trusted(bundle, order.ca, order.unsigned)
+        require_fitting_machine(bundle.manifest)
+        require_valid_signature(bundle, order.ca, order.unsigned)
         if not order.unsigned:
-            not_older(bundle.manifest, order.newest)
-        bundle.check_wheels()
-        places = flashed(bundle.manifest, order.packages)
+            require_not_older(bundle.manifest, order.newest)
+        bundle.verify_wheels()
+        places = flashed_packages(bundle.manifest, order.packages)
         if home.is_dir():
             return home
         with doing(f"make {new}", "free some space on the board"):
             try:
                 disk.remove(new)
-                _room(folder, bundle.manifest.unpacked_bytes, disk)
-                _unpack(bundle, new, home, places)
+                _require_space(folder, bundle.manifest.unpacked_bytes, disk)
+                _unpack_bundle(bundle, new, home, places)
                 os.sync()  # thousands of files: one wait for all of them
                 disk.replace(new, home)
                 disk.sync(folder)
@@ -204,7 +212,7 @@ def _open_private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
         StoreError: If they cannot be read or written.
     """
     with doing(f"copy {order.bundle}", "free some space on the board"):
-        disk.make(Path(order.folder))
+        disk.make_folder(Path(order.folder))
         file = tempfile.TemporaryFile(dir=order.folder)  # noqa: SIM115 - closed below
     with file:
         digest = hashlib.sha256()
@@ -218,7 +226,7 @@ def _open_private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _room(folder: Path, needed: int, disk: Disk) -> None:
+def _require_space(folder: Path, needed: int, disk: Disk) -> None:
     free = disk.free_bytes(folder)
     if free < needed + SPARE_BYTES:
         wanted = (needed + SPARE_BYTES) / 1e6
@@ -227,33 +235,34 @@ def _room(folder: Path, needed: int, disk: Disk) -> None:
         )
 
 
-def _unpack(bundle: Bundle, new: Path, home: Path, places: Iterable[str]) -> None:
+def _unpack_bundle(bundle: Bundle, new: Path, home: Path, places: Iterable[str]) -> None:
     manifest = bundle.manifest
-    packages = environment.packages(new, manifest.python)
-    environment.unpack([(name, bundle.wheel(name)) for name in manifest.wheels], packages, manifest.unpacked_bytes)
+    packages = environment.packages_folder(new, manifest.python)
+    environment.unpack_wheels(
+        [(name, bundle.open_wheel(name)) for name in manifest.wheels], packages, manifest.unpacked_bytes
+    )
     lines = "".join(f"{place}\n" for place in places)
     if lines:
         (packages / FLASHED).write_text(lines)
-    environment.furnish(new, manifest.python, interpreter(), system_packages=manifest.system_packages)
-    environment.compiled(new, manifest.python, str(home))
+    environment.make_environment(new, manifest.python, base_interpreter(), system_packages=manifest.system_packages)
+    environment.compile_packages(new, manifest.python, str(home))
     (new / archive.MANIFEST).write_bytes(bundle.signed)
 
 
 def main() -> None:
-    """Build the environment requested on stdin, then become the new version's check."""
     try:
         protect_memory()
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
         if order.parent:
-            die_with(order.parent)
+            exit_with_parent(order.parent)
         build_environment(order)
     except (FedquiltError, msgspec.MsgspecError) as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
-    program = str(launch.python(Path(order.folder), order.sha256))
+    program = str(launch.python_path(Path(order.folder), order.sha256))
     os.environ[launch.SAFE] = "1"
     try:
-        os.execv(program, launch.command(program, (*order.words, "--check")))  # noqa: S606 (no shell is wanted)
+        os.execv(program, launch.fedquilt_command(program, (*order.words, "--check")))  # noqa: S606 (no shell is wanted)
     except OSError as error:
         sys.exit(f"fedquilt: {program} cannot be started ({error.strerror})")
 

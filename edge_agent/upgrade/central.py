@@ -1,9 +1,9 @@
-"""Settings from the coordinator (`fedquilt settings`), within what the board's own agent.toml allows.
+"""Settings from the coordinator, within the limits of the device's agent.toml.
 
-    <home>/settings.json     what is set, and what was set before
+    <home>/settings.json     present and previous remote settings
 
-What is set takes the place of agent.toml's values; what a release does not name is as in agent.toml. So a board that
-was off for some releases is like the others once it has the latest.
+Remote settings override agent.toml. Values that a release does not name are those of agent.toml, so that a device that
+was off for some releases equals the others once it has the latest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedquilt.core import Count, FedquiltError, JobError, ModelError, Wired, Wir
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent.power.governor import Policy
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.edge_agent.settings import AgentSettings, size_bytes
+from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.wire import Release
 
 log = logging.getLogger("fedquilt.agent")
@@ -32,8 +32,6 @@ FILE: Final = "settings.json"
 
 
 class Central(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Settings that may come from the coordinator."""
-
     budget: str | None = None
     labels: tuple[str, ...] | None = None  # all of them; or each with + or -: added to agent.toml's, or taken away
     policy: Policy | None = None  # of the governor
@@ -42,46 +40,44 @@ class Central(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class Kept(Wired, frozen=True):
-    """Content of settings.json."""
-
     serial: Count  # of the release that set it
     set: dict[str, Any]
     before: dict[str, Any] | None = None  # what was set before; None: there is nothing to return to
     returned: bool = False  # `set` is in use again
 
 
-def parse(table: Mapping[str, Any]) -> Central:
-    """Read settings as a release has them.
+def parse_remote_settings(table: Mapping[str, Any]) -> Central:
+    """Return the remote settings in a release's table.
 
     Raises:
-        JobError: names the wrong key or value.
+        JobError: If a key or value is invalid. The text names it.
     """
-    central = config.convert(table, Central, "settings from the coordinator")
+    central = config.convert_table(table, Central, "settings from the coordinator")
     if central.budget is not None:
-        with config.naming("budget"):
-            size_bytes(central.budget)
+        with config.prefix_errors("budget"):
+            parse_size(central.budget)
     if central.labels is not None:
-        with config.naming("labels"):
-            labels.parse(_labelled((), central.labels))
+        with config.prefix_errors("labels"):
+            labels.parse_labels(_apply_label_changes((), central.labels))
     return central
 
 
-def apply(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
-    """The settings of agent.toml with what the coordinator has set.
+def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
+    """Return the settings of agent.toml, overridden by remote settings.
 
     Args:
-        own: agent.toml.
-        table: what is set.
-        memory_bytes: of the board.
+        own: Settings in agent.toml.
+        table: Remote settings.
+        memory_bytes: Memory of the board.
 
     Raises:
-        JobError: a wrong key or value, or more than agent.toml allows.
+        JobError: If a key or value is invalid, or beyond the limits in agent.toml.
     """
-    central, limits = parse(table), own.limits
+    central, limits = parse_remote_settings(table), own.limits
     made = own
     if central.budget is not None:
-        most = own.budget_bytes(memory_bytes) if limits.budget is None else size_bytes(limits.budget)
-        if size_bytes(central.budget) > most:
+        most = own.task_budget_bytes(memory_bytes) if limits.budget is None else parse_size(limits.budget)
+        if parse_size(central.budget) > most:
             raise JobError(
                 f"budget = {central.budget!r} is above the {most / 1e6:.0f} MB that this board's agent.toml allows: "
                 "ask for less, or let its owner raise budget under [limits]"
@@ -105,14 +101,14 @@ def apply(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> Ag
             )
         made = replace(made, telemetry_s=central.telemetry_s)
     if central.labels is not None:
-        made = replace(made, labels=_labelled(own.labels, central.labels))
-        with config.naming("labels"):
-            labels.parse(made.labels)
+        made = replace(made, labels=_apply_label_changes(own.labels, central.labels))
+        with config.prefix_errors("labels"):
+            labels.parse_labels(made.labels)
     return made
 
 
-def _labelled(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
-    """Labels after words such as "+canary" and "-old"; words without a sign are all that there are."""
+def _apply_label_changes(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all labels after signed words such as "+canary" and "-old". Unsigned words replace all."""
     signed = [word for word in words if word[:1] in "+-" and word]
     if not signed:
         return words
@@ -124,13 +120,13 @@ def _labelled(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class SettingsKind(Kind):
-    """Releases of settings on one board.
+    """Releases of settings on one device.
 
     Args:
-        own: agent.toml.
-        memory_bytes: of the board.
-        home: the agent's folder.
-        take: makes settings the agent's at once.
+        own: Settings in agent.toml.
+        memory_bytes: Memory of the board.
+        home: Home folder of the agent.
+        take: Function that applies settings to the agent at once.
     """
 
     def __init__(
@@ -144,20 +140,20 @@ class SettingsKind(Kind):
         self._own, self._memory_bytes = own, memory_bytes
         self._file, self._take, self._disk = home / FILE, take, disk
 
-    def settings(self) -> AgentSettings:
-        """The settings to begin with; agent.toml's where what was set is damaged, or no longer within its limits.
+    def effective_settings(self) -> AgentSettings:
+        """Return the settings in effect. Invalid or damaged remote settings are ignored.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: If the remote settings cannot be read.
         """
-        kept = self._kept()
+        kept = self._read_stored()
         try:
-            return self._own if kept is None else apply(self._own, kept.set, self._memory_bytes)
+            return self._own if kept is None else apply_remote_settings(self._own, kept.set, self._memory_bytes)
         except JobError as error:
             log.warning("what the coordinator has set no longer holds here (%s): agent.toml does", error)
             return self._own
 
-    def _kept(self) -> Kept | None:
+    def _read_stored(self) -> Kept | None:
         with doing(f"read {self._file}"):
             if not self._disk.is_file(self._file):
                 return None
@@ -168,63 +164,48 @@ class SettingsKind(Kind):
             log.warning("%s is damaged (%s): agent.toml holds until settings come again", self._file, error)
             return None
 
-    def _keep(self, kept: Kept) -> None:
+    def _store_and_apply(self, kept: Kept) -> None:
         with doing(f"write {self._file}"):
-            self._disk.put(self._file, wire.encode(kept))
-        self._take(self.settings())
+            self._disk.write_atomically(self._file, wire.encode(kept))
+        self._take(self.effective_settings())
 
     # -- as a kind of release --
 
-    def current(self) -> str:
-        """Hash (sha256) of what is set; "": nothing."""
-        kept = self._kept()
+    def current_sha256(self) -> str:
+        kept = self._read_stored()
         return "" if kept is None or not kept.set else hashlib.sha256(msgspec.json.encode(kept.set)).hexdigest()
 
     def stage(self, release: Release, blob: Path | None) -> None:
-        """Check the release against agent.toml.
+        """Check the settings against the limits in agent.toml.
 
         Raises:
-            ModelError: a wrong key or value, or more than agent.toml allows.
+            ModelError: If a key or value is invalid, or beyond the limits.
         """
         try:
-            apply(self._own, release.settings, self._memory_bytes)
+            apply_remote_settings(self._own, release.settings, self._memory_bytes)
         except FedquiltError as error:
             raise ModelError(str(error)) from None
 
-    def begin_check(self, release: Release) -> None:
-        """Do nothing: `stage` has checked all."""
+    def start_check(self, release: Release) -> None: ...
 
-    def checked(self) -> Verdict | None:
-        """Refuse nothing: `stage` would have."""
+    def poll_check(self) -> Verdict | None:
         return Verdict("", {})
 
-    def swap(self, release: Release) -> None:
-        """Keep the settings and take them at once; settings of the same release that are kept already are only taken.
-
-        Raises:
-            StoreError: they cannot be written.
-        """
-        kept = self._kept()
+    def activate(self, release: Release) -> None:
+        kept = self._read_stored()
         if kept is not None and kept.serial == release.serial and not kept.returned:
-            return self._take(self.settings())
-        return self._keep(Kept(release.serial, dict(release.settings), {} if kept is None else kept.set))
+            return self._take(self.effective_settings())
+        return self._store_and_apply(Kept(release.serial, dict(release.settings), {} if kept is None else kept.set))
 
-    def ill(self) -> str:
-        """Why the settings do not hold; "": they do."""
+    def unhealthy_reason(self) -> str:
         return ""
 
-    def back(self) -> bool:
-        """Take what was set before; False: there is nothing.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
-        kept = self._kept()
+    def roll_back(self) -> bool:
+        kept = self._read_stored()
         if kept is None or (kept.before is None and not kept.returned):
             return False
         if kept.before is not None:
-            self._keep(Kept(kept.serial, kept.before, returned=True))
+            self._store_and_apply(Kept(kept.serial, kept.before, returned=True))
         return True
 
-    def drop(self) -> None:
-        """Do nothing: `stage` leaves nothing."""
+    def discard_unused(self) -> None: ...

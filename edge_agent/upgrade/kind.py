@@ -1,8 +1,8 @@
-"""Releases of the agent itself: a new version's environment is made beside what runs, checked, and started on trial.
+"""Releases of the agent: a new version is built beside the running one, checked and put on trial.
 
-The launcher (`fedquilt.edge_agent.upgrade.launch`) starts the version that choice.json names. This kind writes that
-file and asks its process to end; the service manager then starts the launcher again. What runs until then stays
-as it is, so a kill at any moment leaves the old version or the new one in use.
+The launcher (`fedquilt.edge_agent.upgrade.launcher`) starts the version named in choice.json. This kind writes that
+file and asks its process to end. The service manager then starts the launcher again. The running version is not
+changed, so that a kill at any moment leaves either the old or the new version in use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_LAUNCHER: Final = (
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """What the launcher has told this process. See `launch.environment`."""
+    """Information from the launcher about this process, see `launcher.launch_info`."""
 
     folder: str
     flashed: str
@@ -54,29 +54,29 @@ class Launched(msgspec.Struct, frozen=True):
     unable: str = ""  # why it is not the version that was chosen
 
 
-def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """What the launcher has told this process; None: it was started without one."""
+def read_launch_info(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """Return the information from the launcher, or None if this process has no launcher."""
     try:
         return msgspec.json.decode(environ[launch.LAUNCHED], type=Launched)
     except (KeyError, *UNDECODABLE):
         return None
 
 
-def _no_alarm() -> None:
+def _cancel_alarm() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class AgentKind(Kind):
-    """Releases of the agent on one board.
+    """Releases of the agent on one device.
 
     Args:
-        started: by which launcher; None: by none, and every release is refused.
-        settings: agent.toml.
-        connected: whether the broker is reached.
-        restart: ends this process in good order.
-        quiet: cancels the launcher's alarm.
-        command: of the process that builds and checks.
-        clock: seconds that grow, for the patience with that process.
+        started: Information from the launcher, or None without one. Every release is refused then.
+        settings: Settings in agent.toml.
+        connected: Function that returns whether the broker is reachable.
+        restart: Function that shuts this process down.
+        quiet: Function that cancels the launcher's alarm.
+        command: Command of the process that builds and checks.
+        clock: Monotonic clock in seconds, for the time limit of that process.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AgentKind(Kind):
         restart: Callable[[], None],
         *,
         disk: Disk = REAL,
-        quiet: Callable[[], None] = _no_alarm,
+        quiet: Callable[[], None] = _cancel_alarm,
         command: Sequence[str] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,93 +100,81 @@ class AgentKind(Kind):
 
     # -- choice.json --
 
-    def _launcher(self) -> Launched:
+    def _require_launcher(self) -> Launched:
         if self._started is None:
             raise ModelError(NO_LAUNCHER)
         return self._started
 
-    def _folder(self) -> Path:
-        return Path(self._launcher().folder)
+    def _versions_folder(self) -> Path:
+        return Path(self._require_launcher().folder)
 
-    def _choice(self) -> Choice:
-        """What is in use; a damaged file counts for the launcher as none, and so it does here.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        started, file = self._launcher(), self._folder() / launch.CHOICE
+    def _read_choice(self) -> Choice:
+        # A damaged file counts as none, here as in the launcher.
+        started, file = self._require_launcher(), self._versions_folder() / launch.CHOICE
         with doing(f"read {file}"):
             if not self._disk.is_file(file):
                 return Choice(started.flashed)
             payload = self._disk.read(file)
-        return launch.parse(payload.decode(errors="replace")) or Choice(started.flashed)
+        return launch.parse_choice(payload.decode(errors="replace")) or Choice(started.flashed)
 
-    def _choose(self, choice: Choice) -> None:
-        file = self._folder() / launch.CHOICE
+    def _write_choice(self, choice: Choice) -> None:
+        file = self._versions_folder() / launch.CHOICE
         with doing(f"write {file}"):
-            self._disk.make(file.parent)
-            self._disk.put(file, launch.text(choice).encode())
+            self._disk.make_folder(file.parent)
+            self._disk.write_atomically(file, launch.format_choice(choice).encode())
 
-    def _newest(self) -> int:
-        """Greatest number of a signed version that was kept here, also if it was taken back since; 0: none was.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        file = self._folder() / NEWEST
+    def _highest_number(self) -> int:
+        file = self._versions_folder() / NEWEST
         with doing(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
         if not re.fullmatch(r"[0-9]{1,16}", text):
             log.warning("%s is damaged: only the versions that are here say which signed one was the latest", file)
             text = "0"
-        choice = self._choice()
+        choice = self._read_choice()
         there = {choice.previous or "", "" if choice.trying else choice.current} - {""}
-        return max([int(text), *(self._number(name) for name in there)])
+        return max([int(text), *(self._version_number(name) for name in there)])
 
-    def _number(self, name: str) -> int:
-        """The number of a version that lies here; 0: it has none, or cannot be read."""
+    def _version_number(self, name: str) -> int:
         if self._settings.upgrade.unsigned:
             return 0
         try:
-            payload = self._disk.read(self._folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
+            payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
             return msgspec.json.decode(payload, type=archive.Manifest).number
         except (OSError, *UNDECODABLE):
             return 0
 
-    def _count(self, name: str) -> None:
-        """Note the number of a version that has held, before anything says that it was kept."""
-        if (number := self._number(name)) > self._newest():
-            file = self._folder() / NEWEST
+    def _record_number(self, name: str) -> None:
+        if (number := self._version_number(name)) > self._highest_number():
+            file = self._versions_folder() / NEWEST
             with doing(f"write {file}"):
-                self._disk.put(file, str(number).encode())
+                self._disk.write_atomically(file, str(number).encode())
 
     # -- as a kind of release --
 
-    def unable(self) -> str:
-        """Reason why the agent cannot be upgraded: without a launcher nothing returns from a version that fails."""
+    def unsupported_reason(self) -> str:
+        # Without a launcher, nothing rolls back a version that fails.
         return "none: no launcher started the agent" if self._started is None else ""
 
-    def current(self) -> str:
-        """Bundle of the version in use; "": the flashed one."""
+    def current_sha256(self) -> str:
         if self._started is None:
             return ""
-        return self._started.running if self._started.unable else self._choice().current
+        return self._started.running if self._started.unable else self._read_choice().current
 
     def stage(self, release: Release, blob: Path | None) -> None:
-        """Check what the bundle is for; its signature and wheels are checked where they are unpacked.
+        """Check that a bundle fits this machine. Unpacking verifies the signature and the wheels.
 
         Raises:
-            ModelError: this board cannot use it.
-            StoreError: it cannot be read.
+            ModelError: If this board cannot use the bundle.
+            StoreError: If the bundle cannot be read.
         """
-        started = self._launcher()
+        started = self._require_launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
         with archive.open_bundle(blob) as bundle:
-            build.fits(bundle.manifest)
-        choice = self._choice()
+            build.require_fitting_machine(bundle.manifest)
+        choice = self._read_choice()
         if choice.returned or choice.failed:
-            self._choose(choice._replace(returned="", failed=""))
+            self._write_choice(choice._replace(returned="", failed=""))
         self._staged = build.Order(
             bundle=str(blob),
             sha256=release.blob.sha256,
@@ -195,17 +183,16 @@ class AgentKind(Kind):
             packages=started.packages,
             ca=self._settings.broker.ca,
             unsigned=self._settings.upgrade.unsigned,
-            newest=self._newest(),
+            newest=self._highest_number(),
             parent=os.getpid(),
         )
 
-    def begin_check(self, release: Release) -> None:
-        """Start the process that makes the environment and becomes the new version's own check."""
+    def start_check(self, release: Release) -> None:
         self._killed = 0
-        self._begin()
+        self._start_process()
 
-    def _begin(self) -> None:
-        self.stop()
+    def _start_process(self) -> None:
+        self.stop_check()
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {name: value for name, value in os.environ.items() if name not in (launch.LAUNCHED, "NOTIFY_SOCKET")}
         try:
@@ -229,17 +216,16 @@ class AgentKind(Kind):
         except BrokenPipeError:  # it has ended; its last words say why
             pass
 
-    def checked(self) -> Verdict | None:
-        """Return the verdict of the running check, or None while it goes on. Start a killed check again."""
+    def poll_check(self) -> Verdict | None:
         if self._process is None:
             return Verdict("its check was ended", {})
-        said = _read(self._process.stderr)
+        said = _read_available(self._process.stderr)
         self._tail = (self._tail + said)[-TAIL_BYTES:]
         code = self._process.poll()
         if code is None and self._clock() < self._until_s:
             return None
-        self._tail = (self._tail + _read(self._process.stderr))[-TAIL_BYTES:]
-        self.stop()
+        self._tail = (self._tail + _read_available(self._process.stderr))[-TAIL_BYTES:]
+        self.stop_check()
         if code is None:
             return Verdict(f"its check has not ended within {CHECK_S:g} s", {})
         if code == 0:
@@ -248,7 +234,7 @@ class AgentKind(Kind):
             log.warning("the check of the new version was killed: it is made again")
             self._killed += 1
             try:
-                self._begin()
+                self._start_process()
             except ModelError as error:
                 return Verdict(str(error), {})
             return None
@@ -258,84 +244,85 @@ class AgentKind(Kind):
             return Verdict(f"its check was ended by {signal.Signals(-code).name}; {words}", {})
         return Verdict(words, {})
 
-    def swap(self, release: Release) -> None:
+    def activate(self, release: Release) -> None:
         """Put the new version on trial, and ask this process to end.
 
         Raises:
-            ModelError: its environment is gone.
-            StoreError: choice.json cannot be written.
+            ModelError: If the environment is missing.
+            StoreError: If choice.json cannot be written.
         """
         assert release.blob is not None
-        started, choice, new = self._launcher(), self._choice(), release.blob.sha256
+        started, choice, new = self._require_launcher(), self._read_choice(), release.blob.sha256
         if choice.current != new:
-            if not launch.python(self._folder(), new).exists():
-                raise ModelError(f"the environment {new[:12]} is gone from {self._folder()}: send the release again")
+            if not launch.python_path(self._versions_folder(), new).exists():
+                raise ModelError(
+                    f"the environment {new[:12]} is gone from {self._versions_folder()}: send the release again"
+                )
             online_s = self._settings.upgrade.online_s
-            self._choose(Choice(started.flashed, new, choice.current, trying=True, online_s=online_s))
+            self._write_choice(Choice(started.flashed, new, choice.current, trying=True, online_s=online_s))
         if started.running != new:
             log.warning("ends, to be started as version %s (%s)", release.name or new[:12], new[:12])
             self._restart()
 
-    def ill(self) -> str:
-        """Why the version in use does not hold: the launcher has returned from it. Notes that it is online."""
+    def unhealthy_reason(self) -> str:
+        """Return why the launcher has rolled the version back, or "". Record that it is online."""
         if self._started is None:
             return NO_LAUNCHER
-        choice = self._choice()
+        choice = self._read_choice()
         if self._started.unable or choice.returned:
             return self._started.unable or choice.returned
         if choice.trying and not choice.online and self._started.running == choice.current and self._connected():
             self._quiet()
-            self._choose(choice._replace(online=True))
+            self._write_choice(choice._replace(online=True))
         return ""
 
-    def settled(self) -> bool:
-        """Whether the version in use is the one that runs, and has been online."""
+    def is_settled(self) -> bool:
+        """Return whether the version in use is the running one and has been online."""
         if self._started is None or self._started.unable:
             return True
-        choice = self._choice()
+        choice = self._read_choice()
         return self._started.running == choice.current and (not choice.trying or choice.online)
 
-    def back(self) -> bool:
-        """Put the previous version in use again, and ask this process to end; False: there is none.
+    def roll_back(self) -> bool:
+        """Choose the previous version and ask this process to end. Return whether there is one.
 
         Raises:
-            StoreError: choice.json cannot be written.
+            StoreError: If choice.json cannot be written.
         """
         if self._started is None:
             return False
-        choice = self._choice()
+        choice = self._read_choice()
         if choice.previous is None and not choice.failed:
             return False
         if choice.previous is not None:
-            choice = launch.back(choice, "")
-            self._choose(choice)
+            choice = launch.roll_back(choice, "")
+            self._write_choice(choice)
         if self._started.running != choice.current:
             log.warning("ends, to be started as the version before")
             self._restart()
         return True
 
-    def keep(self) -> None:
-        """End the trial of the version that runs, once it has been online: its launcher returns from it no more."""
+    def confirm(self) -> None:
+        """End the trial of the running version, if it has been online."""
         if self._started is None:
             return
-        choice = self._choice()
+        choice = self._read_choice()
         if choice.trying and choice.online and self._started.running == choice.current:
-            self._count(choice.current)
-            self._choose(choice._replace(trying=False))
+            self._record_number(choice.current)
+            self._write_choice(choice._replace(trying=False))
 
-    def drop(self) -> None:
-        """End a check; delete environments that are of no use any more."""
-        self.stop()
+    def discard_unused(self) -> None:
+        self.stop_check()
         self._staged = None
         if self._started is None:
             return
-        choice = self._choice()
+        choice = self._read_choice()
         if self._started.unable and choice.current != self._started.running:
-            return self._choose(launch.back(choice, self._started.unable))
+            return self._write_choice(launch.roll_back(choice, self._started.unable))
         if choice.trying:
             return
         kept = {choice.current, choice.previous, self._started.running}
-        folder = self._folder()
+        folder = self._versions_folder()
         with doing(f"look at {folder}"):
             entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         for entry in entries:
@@ -343,17 +330,14 @@ class AgentKind(Kind):
                 with doing(f"remove {folder / entry.name}"):
                     self._disk.remove(folder / entry.name)
 
-    def need_bytes(self, release: Release) -> int:
-        """Memory that the check takes."""
+    def check_memory_bytes(self, release: Release) -> int:
         return CHECK_BYTES
 
     def fds(self) -> Sequence[int]:
-        """The check's output."""
         pipe = None if self._process is None else self._process.stderr
         return () if pipe is None or pipe.closed else (pipe.fileno(),)
 
-    def stop(self) -> None:
-        """End the check, if one runs."""
+    def stop_check(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -363,8 +347,7 @@ class AgentKind(Kind):
             self._process = None
 
 
-def _read(pipe: IO[bytes] | None) -> bytes:
-    """What can be read now; at the end of the pipe it is closed, so that nobody waits for it."""
+def _read_available(pipe: IO[bytes] | None) -> bytes:
     if pipe is None or pipe.closed:
         return b""
     said = pipe.read(1 << 16)

@@ -1,20 +1,19 @@
-"""Starts the version of the agent that is in use, and returns to the one before when a new one does not hold.
+"""Launcher of the agent: starts the chosen version, and rolls back a new version that fails.
 
     python launch.py FOLDER [word of `fedquilt`]...
 
-The service manager starts this file instead of the agent, and starts it again whenever the agent has ended. The
-launcher needs the standard library alone and nothing of the versions between which it chooses, so that no version
-can break it. FOLDER has what came over the air:
+The service manager starts this file instead of the agent, and again whenever the agent has ended. The launcher needs
+the standard library only and nothing of the versions between which it chooses, so that no version can break it. FOLDER
+contains the remote upgrades:
 
-    FOLDER/choice.json      which version is in use, which one was before, how the trial of a new one goes
-    FOLDER/<sha256>/        one virtual environment each, named by the bundle that it was made of
+    FOLDER/choice.json      current and previous version, and the state of a trial
+    FOLDER/<sha256>/        virtual environments, named by their bundles
 
-Where FOLDER is empty or of no use, the launcher starts the version that it was installed with ("flashed"). The
-launcher becomes the agent by exec: the process that the service manager watches stays the same.
+If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
+becomes the agent by exec, so that the service manager watches the same process.
 
-A version on trial gets `STARTS_MOST` starts, and from each `online_s` seconds to reach its broker: an alarm that
-outlives the exec ends the process unless the agent cancels it. After that the launcher puts the version before in
-use again.
+A version on trial gets `STARTS_MOST` starts, and in each of them `online_s` seconds to reach its broker: an alarm that
+survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class Choice(NamedTuple):
-    """Content of choice.json. Versions are sha256 of bundles; "" is the flashed one."""
+    """Content of choice.json. Versions are sha256 of bundles, and "" is the flashed version."""
 
     flashed: str  # installation over which they were brought: after another flashing they no longer count
     current: str = ""
@@ -56,8 +55,8 @@ class Choice(NamedTuple):
     failed: str = ""  # that version
 
 
-def parse(text: str) -> Choice | None:
-    """The choice in a file's text; None: it is damaged, or of a version of this program that knows more."""
+def parse_choice(text: str) -> Choice | None:
+    """Return the choice in a text, or None if the text is damaged or of a newer launcher."""
     try:
         table = json.loads(text)
         known = {name: table[name] for name in Choice._fields if name in table}
@@ -76,28 +75,27 @@ def parse(text: str) -> Choice | None:
     return choice if isinstance(choice.trying, bool) and isinstance(choice.online, bool) else None
 
 
-def text(choice: Choice) -> str:
-    """Text of choice.json."""
+def format_choice(choice: Choice) -> str:
     return json.dumps(choice._asdict(), indent=1) + "\n"
 
 
-def read(folder: Path) -> Choice | None:
-    """The choice in a folder; None: none was made, or it is damaged."""
+def read_choice(folder: Path) -> Choice | None:
+    """Return the choice in a folder, or None if there is none or it is damaged."""
     try:
-        return parse((folder / CHOICE).read_text(encoding="utf-8"))
+        return parse_choice((folder / CHOICE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def write(folder: Path, choice: Choice) -> None:
-    """Write the choice so that after a power failure it is either the old or the new one.
+def write_choice(folder: Path, choice: Choice) -> None:
+    """Write the choice atomically and synced.
 
     Raises:
-        OSError: it cannot be written; it is the old one then.
+        OSError: If the choice cannot be written. The old one stays.
     """
     part = folder / f"{CHOICE}.new"
     with open(part, "w", encoding="utf-8") as file:
-        file.write(text(choice))
+        file.write(format_choice(choice))
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, folder / CHOICE)
@@ -108,59 +106,57 @@ def write(folder: Path, choice: Choice) -> None:
         os.close(entries)
 
 
-def python(folder: Path, version: str) -> Path:
-    """The interpreter of an environment."""
+def python_path(folder: Path, version: str) -> Path:
     return folder / version / "bin" / "python"
 
 
-def command(program: str, words: Sequence[str]) -> list[str]:
-    """`fedquilt` with these words, by this interpreter and its own packages, wherever the process is started."""
+def fedquilt_command(program: str, words: Sequence[str]) -> list[str]:
+    """Return a command for `fedquilt` that imports only the interpreter's own packages."""
     return [program, "-c", START, *words]
 
 
-def back(choice: Choice, why: str) -> Choice:
-    """The choice after a return from its current version; `why`: a sentence without its end."""
+def roll_back(choice: Choice, why: str) -> Choice:
+    """Return the choice of the previous version. `why` is the reason, without a full stop."""
     return Choice(choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current)
 
 
-def told(choice: Choice) -> str:
-    """A return in words."""
+def describe_roll_back(choice: Choice) -> str:
     now = choice.current[:12] or "the flashed version"
     return f"returned from {choice.failed[:12]} to {now}: {choice.returned}"
 
 
-def begin(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: Path) -> tuple[Choice, str]:
-    """What to start now, as a choice to be written, and what is to be said about it; "": nothing.
+def choose_version(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: Path) -> tuple[Choice, str]:
+    """Return the choice to write and start, and a message about it, or "".
 
     Args:
-        choice: as it was left; None: none.
-        flashed: name of this installation.
-        boot: name of this boot of the machine.
-        now_s: seconds since it.
-        folder: has the environments.
+        choice: Stored choice, or None.
+        flashed: Id of this installation.
+        boot: Id of this boot of the machine.
+        now_s: Seconds since the boot.
+        folder: Folder of the environments.
     """
     if choice is None:
         return Choice(flashed), ""
     if choice.flashed != flashed:
         said = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
         return Choice(flashed), said
-    if choice.current and not python(folder, choice.current).exists():
-        choice = back(choice, "its environment or the Python that it was made for is gone")
+    if choice.current and not python_path(folder, choice.current).exists():
+        choice = roll_back(choice, "its environment or the Python that it was made for is gone")
     elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= choice.online_s:
-        choice = back(choice, f"it was not online within {choice.online_s:g} s")
+        choice = roll_back(choice, f"it was not online within {choice.online_s:g} s")
     elif choice.trying and choice.starts >= STARTS_MOST:
-        choice = back(choice, f"it ended {choice.starts} times without having held")
+        choice = roll_back(choice, f"it ended {choice.starts} times without having held")
     elif choice.trying:
         return choice._replace(starts=choice.starts + 1, online=False, boot=boot, began_s=now_s), ""
     else:
         return choice, ""
-    if choice.current and not python(folder, choice.current).exists():
+    if choice.current and not python_path(folder, choice.current).exists():
         choice = choice._replace(current="")
-    return choice, told(choice)
+    return choice, describe_roll_back(choice)
 
 
-def environment(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
-    """What the agent is told about its launcher; `unable`: why it does not run the version that was chosen."""
+def launch_info(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
+    """Return the launcher's information for the agent. `unable` is why the choice does not run."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return {
         "folder": str(folder),
@@ -172,57 +168,56 @@ def environment(folder: Path, flashed: str, running: str, words: list[str], unab
     }
 
 
-def name_of(here: Path) -> str:
-    """Name of the installation that this file came with: another after each flashing."""
+def installation_id(here: Path) -> str:
+    """Return the id of the installation with this file, which changes with each flashing."""
     try:
         return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return str(here)
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _say(sentence: str) -> None:
+def _print_message(sentence: str) -> None:
     print(f"fedquilt: {sentence}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> None:
-    """Become the agent."""
     if not arguments:
         sys.exit("fedquilt: launch.py FOLDER [word of `fedquilt`]...: FOLDER holds the versions that came over the air")
     folder, words = Path(arguments[0]).absolute(), arguments[1:]
-    flashed, before = name_of(Path(__file__).resolve().parent), read(folder)
-    choice, said = begin(before, flashed, _boot(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
+    flashed, before = installation_id(Path(__file__).resolve().parent), read_choice(folder)
+    choice, said = choose_version(before, flashed, _boot_id(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
     unable = ""
     while True:
         if said:
-            _say(said)
+            _print_message(said)
         if choice != before and (before is not None or choice != Choice(flashed)):
             try:
-                write(folder, choice)
+                write_choice(folder, choice)
             except OSError as error:
                 unable = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
-                _say(f"{unable}: the flashed version is started")
+                _print_message(f"{unable}: the flashed version is started")
                 choice = Choice(flashed)  # a trial that cannot be counted would have no end
-        program = str(python(folder, choice.current)) if choice.current else sys.executable
+        program = str(python_path(folder, choice.current)) if choice.current else sys.executable
         os.environ[SAFE] = "1"
-        os.environ[LAUNCHED] = json.dumps(environment(folder, flashed, choice.current, words, unable))
+        os.environ[LAUNCHED] = json.dumps(launch_info(folder, flashed, choice.current, words, unable))
         if choice.trying and not choice.online:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
         try:
-            os.execv(program, command(program, words))  # noqa: S606 (no shell is wanted)
+            os.execv(program, fedquilt_command(program, words))  # noqa: S606 (no shell is wanted)
         except OSError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not choice.current:
                 sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
-            before, choice = choice, back(choice, f"it cannot be started ({error.strerror})")
-            said = told(choice)
+            before, choice = choice, roll_back(choice, f"it cannot be started ({error.strerror})")
+            said = describe_roll_back(choice)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def step(state, total):
     def speed(before, old, new):  # counters, which are integers, have no momentum
         return np.asarray(new - old if old.dtype.kind in "iu" else beta * before + new - old, old.dtype)
 
-    velocity = tensors.combine(speed, state.velocity, state.model, after)
-    model = tensors.combine(lambda old, moved: np.asarray(old + moved), state.model, velocity)
+    velocity = tensors.map_arrays(speed, state.velocity, state.model, after)
+    model = tensors.map_arrays(lambda old, moved: np.asarray(old + moved), state.model, velocity)
     return replace(state, model=dict(model), velocity=dict(velocity))
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     for name, settings in DONORS.items():
         network = {"name": "conv1d", "channels": 3, "steps": STEPS, "classes": len(POCKETS), **settings}
         weights = {key: value.numpy() for key, value in donor(network, timeseries["readings"], draw).items()}
-        (folder / f"{name}.safetensors").write_bytes(tensors.encode(weights))
+        (folder / f"{name}.safetensors").write_bytes(tensors.encode_tensors(weights))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names of `import fedquilt`, each loaded on first use."""
+"""Public names of `import fedquilt`."""
 
 from fedquilt.api.comparison import Comparison, compare
 from fedquilt.api.derived import method

@@ -1,4 +1,4 @@
-"""`fedquilt.compare`: several jobs over the same seeds, with the runs of `fedquilt compare`."""
+"""Comparison of several jobs with the same seeds (`fedquilt.compare`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from fedquilt import extras, metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
-from fedquilt.api.simulation import digest
+from fedquilt.api.simulation import bundle_folder_name
 from fedquilt.api.table import Table
 from fedquilt.core import JobError
 from fedquilt.tools.experiments import compare as runs
 from fedquilt.tools.experiments import tables
-from fedquilt.tools.experiments.intervals import interval
-from fedquilt.tools.experiments.single_run import Mark, Run, play
-from fedquilt.trackers import flat
+from fedquilt.tools.experiments.intervals import confidence_interval
+from fedquilt.tools.experiments.single_run import Mark, Run, run_seed
+from fedquilt.trackers import flatten_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,16 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of several jobs with the same seeds, by job."""
+    """Runs of several jobs with the same seeds.
+
+    Attributes:
+        jobs: The compared jobs.
+        runs: Completed runs of each job, in the order of seeds.
+        failed: A sentence for each failed run.
+    """
 
     jobs: tuple[Job, ...]
     runs: tuple[tuple[Run, ...], ...]  # of each job, in the order of seeds; without those that failed
     failed: tuple[str, ...]  # a sentence for each run that failed
 
     @property
-    def names(self) -> list[str]:
-        """Label of each job: its method, or where methods are equal the settings that differ."""
-        written = [flat(job.table()) for job in self.jobs]
+    def labels(self) -> list[str]:
+        """Label of each job: the method, with the settings that differ if methods are repeated."""
+        written = [flatten_table(job.to_table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
             return methods
@@ -47,20 +53,24 @@ class Comparison:
         return names
 
     def table(self, target: float | None = None) -> Table:
-        """One row per job: means over its seeds.
+        """Return a table with one row per job, with means over the seeds.
 
-        Columns: job, seeds, accuracy (0..1, after the last round: on the test set, or on held-out shares if there is
-        none), sd, best, held_accuracy, worst_decile; difference (in accuracy, to the first job at the same seeds) with
-        low and high, its 95 % interval by Student's t; rounds, bytes, joules, seconds, real_seconds: totals of the
-        runs, or with a target up to the first evaluation that reached it, and reached, the number of seeds that did.
+        Columns: job, seeds, accuracy (0..1 after the last round, on the test set, or on held-out shares without a test
+        set), sd, best, held_accuracy, worst_decile, difference (in accuracy, to the first job at the same seeds) with
+        low and high (95 % interval by Student's t), rounds, bytes, joules, seconds and real_seconds. With a target,
+        these last five are totals up to the first evaluation that reached the target, and reached is the number of such
+        seeds.
 
         Args:
-            target: accuracy, 0..1, or a value of the task's main metric.
+            target: Accuracy from 0 to 1, or value of the task's main metric. Without a target, totals cover whole runs.
+
+        Returns:
+            The table, with the main metric's name in place of "accuracy".
         """
         rows = []
-        for name, of in zip(self.names, self.runs, strict=True):
+        for name, of in zip(self.labels, self.runs, strict=True):
             made = [run for run in of if run.marks]
-            row = tables.row(name, made, target)
+            row = tables.make_row(name, made, target)
             costs = row["in_all"] if target is None else row["to_target"]
             rows.append(
                 {
@@ -71,7 +81,7 @@ class Comparison:
                     "best": row["best"],
                     "held_accuracy": row["held"],
                     "worst_decile": row["worst_decile"],
-                    **self._difference(made),
+                    **self._difference_to_first(made),
                     **({} if target is None else {"reached": row["reached"]}),
                     "rounds": costs["rounds"],
                     "bytes": costs["bytes"],
@@ -80,28 +90,31 @@ class Comparison:
                     "real_seconds": costs["real_s"],
                 }
             )
-        return Table(metrics.titled(self._metric, {key: [row[key] for row in rows] for key in rows[0]}))
+        return Table(metrics.rename_columns(self._main_metric, {key: [row[key] for row in rows] for key in rows[0]}))
 
     @property
-    def _metric(self) -> metrics.Metric:
-        return tables.metric_of([run for of in self.runs for run in of])
+    def _main_metric(self) -> metrics.Metric:
+        return tables.find_main_metric([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
-        """One row per evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
+        """Return one row per evaluation: job, seed, rounds, metrics and cumulative costs.
+
+        Metrics are accuracy (or the main metric), held_accuracy and worst_decile. Unknown values are None.
+        """
         found = [
-            {"job": name, "seed": run.seed, **_columns(mark)}
-            for name, of in zip(self.names, self.runs, strict=True)
+            {"job": name, "seed": run.seed, **_mark_columns(mark)}
+            for name, of in zip(self.labels, self.runs, strict=True)
             for run in of
             for mark in run.marks
         ]
         keys = list(found[0]) if found else ["job", "seed"]
-        return Table(metrics.titled(self._metric, {key: [row[key] for row in found] for key in keys}))
+        return Table(metrics.rename_columns(self._main_metric, {key: [row[key] for row in found] for key in keys}))
 
     def to_pandas(self) -> pd.DataFrame:
-        """`curves` as a pandas data frame.
+        """Convert `curves` to a pandas data frame.
 
         Raises:
-            JobError: pandas is not installed.
+            JobError: If pandas is not installed.
         """
         return self.curves().to_pandas()
 
@@ -111,18 +124,18 @@ class Comparison:
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def _difference(self, made: Sequence[Run]) -> dict[str, float | None]:
-        """Final accuracy less that of the first job with the same seed; of one seed there is no interval."""
-        first = {run.seed: _last(run) for run in self.runs[0]}
-        pairs = [(_last(run), first.get(run.seed)) for run in made]
+    def _difference_to_first(self, made: Sequence[Run]) -> dict[str, float | None]:
+        # The difference to the first job at the same seeds. One seed has no interval.
+        first = {run.seed: _final_value(run) for run in self.runs[0]}
+        pairs = [(_final_value(run), first.get(run.seed)) for run in made]
         values = [own - other for own, other in pairs if own is not None and other is not None]
         if not values or made == list(self.runs[0]):
             return {"difference": None, "low": None, "high": None}
-        low, high = interval(values) if len(values) > 1 else (None, None)
+        low, high = confidence_interval(values) if len(values) > 1 else (None, None)
         return {"difference": sum(values) / len(values), "low": low, "high": high}
 
 
-@extras.named()
+@extras.report_missing_extras()
 def compare(
     jobs: Sequence[Job],
     *,
@@ -133,35 +146,41 @@ def compare(
     mixed: bool = False,
     progress: bool | None = None,
 ) -> Comparison:
-    """Run each job with each seed on its simulated fleet; finished runs are kept and are not repeated.
+    """Run each job with each seed on its simulated fleet.
 
-    A seed draws the partition, the cohorts and the order of examples, the same for every job. Devices of a small
-    network are trained in one graph, so states equal those of `simulate` to float tolerance, not to the bit.
+    Completed runs are stored in `out` and not repeated. A seed determines the partition, the cohorts and the order of
+    examples, equally for every job. Devices of a small network are trained in one graph, so states equal those of
+    `simulate` to float tolerance, not bit for bit.
 
     Args:
-        jobs: each with a fleet and data of its own.
-        seeds: each job runs once with each of them.
-        out: folder of finished runs and bundles, the same as of `fedquilt compare`.
-        workers: how many; None: one for each core, of this machine or of the Ray cluster.
-        engine: as of `simulate`.
-        mixed: as of `simulate`.
-        progress: None: a line on a terminal or in a notebook; True: a line in any case; False: nothing.
+        jobs: Jobs with a fleet and data.
+        seeds: Seeds of the runs of each job.
+        out: Folder of completed runs and bundles, shared with `fedquilt compare`.
+        workers: Number of workers, or None for one per core of this machine or of the Ray cluster.
+        engine: Engine, as in `simulate`.
+        mixed: Whether machines may differ, as in `simulate`.
+        progress: True to show progress lines, False to show none, or None to show them on terminals and in notebooks.
+
+    Returns:
+        The comparison. Errors of runs are in `Comparison.failed`.
 
     Raises:
-        JobError: no jobs or seeds, or a key is wrong. What a run raises is in `Comparison.failed`.
-        DataError, ModelError, StoreError: as `simulate`.
+        JobError: If there are no jobs or seeds, or a key is wrong.
+        DataError: If the data cannot be read, or do not fit the network.
+        ModelError: If the network cannot be loaded or trained.
+        StoreError: If `out` cannot be written.
     """
     chosen = sorted(set(seeds)) if isinstance(seeds, Iterable) else []
     if isinstance(jobs, Job | str) or not jobs or not chosen or not all(isinstance(each, Job) for each in jobs):
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
-    todo = {index: _cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
+    todo = {index: _prepare_cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
-    with contextlib.closing(live.display(progress)) as shown:
+    with contextlib.closing(live.make_display(progress)) as shown:
 
-        def player(case: runs.Case, tell: runs.Tell) -> Run:
-            return play(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+        def play_case(case: runs.Case, tell: runs.Tell) -> Run:
+            return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
-        found, failed = runs.finished(order, Path(out), player, shown.show, shown.show)
+        found, failed = runs.run_missing_cases(order, Path(out), play_case, shown.show, shown.show)
     return Comparison(
         tuple(jobs),
         tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),
@@ -169,20 +188,20 @@ def compare(
     )
 
 
-def _cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
+def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
     from fedquilt.tools.artefacts import prepare
 
     wanted = job.settings
-    folder = out / "bundles" / digest(wanted)
+    folder = out / "bundles" / bundle_folder_name(wanted)
     prepare.prepare_and_check(wanted, folder)
-    return runs.cases(wanted, folder, [job.method], seeds)
+    return runs.make_cases(wanted, folder, [job.method], seeds)
 
 
-def _last(run: Run) -> float | None:
+def _final_value(run: Run) -> float | None:
     return run.marks[-1].value if run.marks else None
 
 
-def _columns(mark: Mark) -> dict[str, Any]:
+def _mark_columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
         "accuracy": mark.value,

@@ -1,4 +1,4 @@
-"""A method made of another, with some of its parts replaced."""
+"""Methods derived from other methods by replacing some fields."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from fedquilt.core import JobError, Method
 
 
 def method(base: Method | ModuleType, **parts: Any) -> Method:
-    """A method that is `base` but for the parts given, to be named METHOD in a module of yours.
+    """Return a copy of a method with some fields replaced.
+
+    A job can name the result if a module stores it, usually as METHOD.
 
     Args:
-        base: a method, or a module of `fedquilt.methods` such as `fedquilt.fedavg`.
-        parts: fields of `fedquilt.core.Method`: mostly `paper`, `params` (a frozen dataclass) and `work`.
+        base: A method, or a module of `fedquilt.methods` such as `fedquilt.fedavg`.
+        parts: Fields of `fedquilt.core.Method`, mostly `paper`, `params` (a frozen dataclass) and `work`.
+
+    Returns:
+        The new method.
 
     Raises:
-        JobError: an unknown part, or params that are no frozen dataclass; says the mend.
+        JobError: If `base` is not a method, a field is unknown, or a type is not a frozen dataclass.
     """
     made = getattr(base, "METHOD", base)
     if not isinstance(made, Method):
@@ -29,23 +34,31 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
     known = [each.name for each in dataclasses.fields(Method)]
     for name in parts:
         if name not in known:
-            raise JobError(f"a method has no part {name!r}; there are: {', '.join(known)}{config.nearest(name, known)}")
+            raise JobError(
+                f"a method has no part {name!r}; there are: {', '.join(known)}{config.suggest_nearest(name, known)}"
+            )
     for name in ("params", "state"):
-        if name in parts and not _frozen(parts[name]):
+        if name in parts and not _is_frozen_dataclass(parts[name]):
             raise JobError(
                 f"{name} = {parts[name]!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class"
             )
     return dataclasses.replace(made, **parts)
 
 
-def name_of(given: object) -> object:
-    """What a job names a method object by: "fedavg" of one of ours, "module:NAME" of one that a module of yours holds.
+def importable_name(given: object) -> object:
+    """Return the name under which another process can import a method object.
 
-    A job is written into logs and bundles and read by other processes, which import the method by this name. What is
-    neither a method nor a module with one is returned as it is.
+    A built-in method has a short name such as "fedavg", any other "module:NAME". Jobs are written into logs and
+    bundles, so other processes import the method by this name.
+
+    Args:
+        given: A method, a module with METHOD, or any other value.
+
+    Returns:
+        The name. A value that is not a method is returned unchanged.
 
     Raises:
-        JobError: no module that another process could import holds the object; says the mend.
+        JobError: If no importable module contains the method.
     """
     found = getattr(given, "METHOD", given) if isinstance(given, ModuleType) else given
     if not isinstance(found, Method):
@@ -67,7 +80,7 @@ def name_of(given: object) -> object:
     return home.removeprefix(ours) if home.startswith(ours) and name == "METHOD" else f"{home}:{name}"
 
 
-def _frozen(kind: object) -> bool:
+def _is_frozen_dataclass(kind: object) -> bool:
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return False
     return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A job as a value in Python: the tables of a job file, with the same keys, defaults and checks."""
+"""Jobs as Python values, with the tables, keys, defaults and checks of a job file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ T = TypeVar("T")
 
 
 class Checked(type):
-    """Metaclass of the public name of a job's table: keys and values are checked as by the commands."""
+    """Metaclass of the public classes for job tables, which checks keys and values."""
 
     table: type[msgspec.Struct]
     where: str
 
     def __call__(cls, *given: Any, **keys: Any) -> Any:
-        """Make the table's struct from keys; checks names and values."""
         names = cls.table.__struct_fields__
         if len(given) > len(names):
             raise JobError(f"{cls.where}: {len(given)} values, and there are {len(names)} keys: {', '.join(names)}")
@@ -37,7 +36,7 @@ class Checked(type):
         for key in (key for key in placed if key in keys):
             both = f"{placed[key]!r} by its place and {keys[key]!r} by its name"
             raise JobError(f"{cls.where}: {key} is given twice: {both}")
-        return config.convert(_plain({**placed, **keys}), cls.table, cls.where)
+        return config.convert_table(_to_plain({**placed, **keys}), cls.table, cls.where)
 
     def __instancecheck__(cls, other: object) -> bool:
         return isinstance(other, cls.table)
@@ -72,44 +71,46 @@ else:
         """Source of examples and their partition: the [data] table (`fedquilt.data.spec.DataSpec`).
 
         Raises:
-            JobError: an unknown key or a value that does not fit; names the key and what is possible there.
+            JobError: If a key is unknown or a value does not fit.
         """
 
         table, where = DataSpec, "[data]"
 
     class Cohort(metaclass=Checked):
-        """Devices in a round, when it closes: the [cohort] table (`fedquilt.coordinator.settings.Cohort`).
+        """Selection of devices for a round, and closing of the round: the [cohort] table.
 
         Raises:
-            JobError: an unknown key or a value that does not fit; names the key and what is possible there.
+            JobError: If a key is unknown or a value does not fit.
         """
 
         table, where = jobs.Cohort, "[cohort]"
 
     class Fleet(metaclass=Checked):
-        """Simulated devices, boards and budgets taken in turn: the [fleet] table (`coordinator.settings.Fleet`).
+        """Simulated devices with their boards and memory budgets: the [fleet] table.
 
         Raises:
-            JobError: an unknown key or a value that does not fit; names the key and what is possible there.
+            JobError: If a key is unknown or a value does not fit.
         """
 
         table, where = jobs.Fleet, "[fleet]"
 
 
-def _named(init: Callable[P, T]) -> Callable[P, T]:
-    """Raise for an unknown key of a job a JobError that lists the keys and the nearest one."""
-
+def _check_keys(init: Callable[P, T]) -> Callable[P, T]:
     @wraps(init)
-    def checked(*given: P.args, **keys: P.kwargs) -> T:
+    def checked_init(*given: P.args, **keys: P.kwargs) -> T:
         known = [each.name for each in dataclasses.fields(Job)]
         for key in keys:
             if key not in known:
-                raise JobError(f"a job has no key {key!r}; there are: {', '.join(known)}{config.nearest(key, known)}")
+                raise JobError(
+                    f"a job has no key {key!r}; there are: {', '.join(known)}{config.suggest_nearest(key, known)}"
+                )
         if "method" not in keys:
-            raise JobError("a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.names()))
-        return init(*given, **{**keys, "method": derived.name_of(keys["method"])})  # type: ignore[arg-type]
+            raise JobError(
+                "a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.builtin_names())
+            )
+        return init(*given, **{**keys, "method": derived.importable_name(keys["method"])})  # type: ignore[arg-type]
 
-    return checked
+    return checked_init
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +118,10 @@ class Job:
     """One experiment: method, network, data and devices, with exactly the content of a job file.
 
     Each field is a key or a table of the file, with its default (docs/jobs.md). Tables are given as values of their
-    types or as mappings. A job is checked when it is made; relative paths in it are taken from the working folder.
+    types or as mappings. A job is checked on creation, and its relative paths start at the working directory.
 
     Raises:
-        JobError: an unknown key, a value that does not fit, or an unknown method or parameter; says the mend.
+        JobError: If a key, method or parameter is unknown, or a value does not fit.
     """
 
     method: str  # an object or module of a method is taken too, and named as other processes import it
@@ -148,8 +149,8 @@ class Job:
     int8: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {each.name: _plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        made = jobs.parse(jobs.complete_table(given, Path.cwd()))
+        given = {each.name: _to_plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
+        made = jobs.parse_job(jobs.complete_table(given, Path.cwd()))
         if made.data:
             DataSpec.parse(made.data)
         if {"path", "sources", "synthetic"} & made.test.keys():
@@ -159,25 +160,32 @@ class Job:
 
     @property
     def settings(self) -> jobs.Job:
-        """The job as the coordinator's own type."""
+        """Settings of the job in the coordinator's type."""
         return jobs.Job(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
-    def table(self) -> dict[str, Any]:
-        """The job as a table of a job file, without the keys that are at their defaults."""
-        plain: dict[str, Any] = _plain(self.settings)
+    def to_table(self) -> dict[str, Any]:
+        """Return the job as a table of a job file, without keys at their defaults."""
+        plain: dict[str, Any] = _to_plain(self.settings)
         return plain
 
     def replace(self, **changes: Any) -> Job:
-        """Copy with some keys changed; a table replaces the whole table.
+        """Return a copy with some keys changed.
 
-        With another method, parameters that it lacks are dropped unless new ones are given.
+        A table replaces the whole table. With another method, parameters unknown to that method are dropped unless new
+        parameters are given.
+
+        Args:
+            changes: New values by key.
+
+        Returns:
+            The new job.
 
         Raises:
-            JobError: as for a new job.
+            JobError: If a key, method or parameter is unknown, or a value does not fit.
         """
         now = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         if "method" in changes:
-            changes["method"] = derived.name_of(changes["method"])
+            changes["method"] = derived.importable_name(changes["method"])
         if "method" in changes and "params" not in changes:
             known = {each.name for each in dataclasses.fields(methods.load(changes["method"]).params)}
             changes["params"] = {key: value for key, value in self.params.items() if key in known}
@@ -185,46 +193,59 @@ class Job:
 
     @classmethod
     def read(cls, path: str | Path) -> Job:
-        """Read a job from a TOML file; relative paths in it start at the file's folder.
+        """Read a job from a TOML file. Relative paths start at the file's folder.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The job.
 
         Raises:
-            JobError: unreadable, not TOML, or not a job; says the mend.
+            JobError: If the file cannot be read, is not TOML, or is not a job.
         """
-        return cls.of(jobs.load(Path(path)))
+        return cls.from_settings(jobs.load_job(Path(path)))
 
     @classmethod
-    def of(cls, job: jobs.Job) -> Job:
-        """The public form of a coordinator's job."""
+    def from_settings(cls, job: jobs.Job) -> Job:
+        """Return the public form of a coordinator's job settings."""
         return cls(**{name: getattr(job, name) for name in job.__struct_fields__})
 
     def write(self, path: str | Path) -> Path:
-        """Write the job as a TOML file for the commands. Returns its path.
+        """Write the job as a TOML file.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The path.
 
         Raises:
-            StoreError: the file cannot be written.
+            StoreError: If the file cannot be written.
         """
-        disk.write(Path(path), config.text(self.table()))
+        disk.write_output(Path(path), config.format_toml(self.to_table()))
         return Path(path)
 
     def __repr__(self) -> str:
-        return f"Job({', '.join(f'{key}={value!r}' for key, value in self.table().items())})"
+        return f"Job({', '.join(f'{key}={value!r}' for key, value in self.to_table().items())})"
 
 
 if not TYPE_CHECKING:
-    Job.__init__ = _named(Job.__init__)
+    Job.__init__ = _check_keys(Job.__init__)
 
 
-def _plain(value: Any) -> Any:
-    """Value in TOML's types: structs become tables without defaults, sequences become lists."""
+def _to_plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         fields = {each.name: (each, getattr(value, each.name)) for each in msgspec.structs.fields(value)}
-        return {name: _plain(now) for name, (each, now) in fields.items() if each.required or now != _default(each)}
+        return {
+            name: _to_plain(now) for name, (each, now) in fields.items() if each.required or now != _field_default(each)
+        }
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items() if each is not None}
+        return {str(key): _to_plain(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple | range):
-        return [_plain(each) for each in value]
+        return [_to_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _default(of: msgspec.structs.FieldInfo) -> Any:
+def _field_default(of: msgspec.structs.FieldInfo) -> Any:
     return of.default if of.default_factory is msgspec.NODEFAULT else of.default_factory()

@@ -1,4 +1,4 @@
-"""Live progress of a simulation: a line on a terminal, a cell's output in a notebook, else nothing."""
+"""Live progress of a simulation, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -10,77 +10,68 @@ from fedquilt import progress
 
 
 class Display(Protocol):
-    """Progress line, overwritten by the next one."""
+    """Progress line that replaces its previous content."""
 
-    def show(self, line: str) -> None:
-        """Replace the line shown last."""
-        ...
+    def show(self, line: str) -> None: ...
 
-    def close(self) -> None:
-        """Leave the last line where it stands, and show no further one."""
-        ...
+    def close(self) -> None: ...
 
 
 class Silent:
-    """Display without output."""
+    def show(self, line: str) -> None: ...
 
-    def show(self, line: str) -> None:
-        """Ignore the line."""
-
-    def close(self) -> None:
-        """Do nothing: nothing was opened."""
+    def close(self) -> None: ...
 
 
 class Terminal:
-    """Shows the line on standard error: rewritten on a terminal, elsewhere now and then."""
+    """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def show(self, line: str) -> None:
-        """Show the line if it is time to."""
         self._last = line
-        progress.LINE.at(line)
+        progress.LINE.show_status(line)
 
     def close(self) -> None:
-        """Leave the last line, whether it was shown or not."""
-        progress.LINE.end()
+        progress.LINE.end_operation()
         if self._last:
-            progress.LINE.say(self._last)
+            progress.LINE.print_lines(self._last)
 
 
 class Notebook:
-    """Updates one output of a notebook's cell through IPython."""
+    """Display in the output of a notebook cell, through IPython."""
 
     def __init__(self, ipython: Any) -> None:
         self._ipython = ipython
         self._handle: Any = None
 
     def show(self, line: str) -> None:
-        """Replace the cell's output."""
         shown = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
         if self._handle is None:
             self._handle = self._ipython.display(shown, display_id=True)
         else:
             self._handle.update(shown)
 
-    def close(self) -> None:
-        """Do nothing: the output stays in the notebook."""
+    def close(self) -> None: ...
 
 
-def display(wanted: bool | None) -> Display:
-    """Display for this environment; True: lines even if standard error is no terminal; False: none."""
+def make_display(wanted: bool | None) -> Display:
+    """Return the display for this environment.
+
+    With True, lines are printed even if standard error is not a terminal. With False, nothing is shown.
+    """
     if wanted is False:
         return Silent()
-    if _in_notebook():
+    if _is_notebook():
         from IPython import display as ipython
 
         return Notebook(ipython)
     return Terminal() if wanted or sys.stderr.isatty() else Silent()
 
 
-def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process: looked up among loaded modules, so that none is imported."""
+def _is_notebook() -> bool:
+    # IPython is looked up among the loaded modules, and never imported.
     module = sys.modules.get("IPython")
     shell = None if module is None else module.get_ipython()
     return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""Run, simulated or on boards, as a value that reads its parts from the log."""
+"""Runs as Python values that read their content from the event log."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One run in a coordinator's home. Everything is read from the log on demand.
+    """One run in a coordinator's home, read from its event log on demand.
 
-    `simulate` returns one; `Run.open` opens one of any coordinator.
+    `simulate` returns a run, and `Run.open` opens a run of any coordinator. Every method raises StoreError if the home
+    cannot be read.
 
     Args:
-        home: the coordinator's folder.
-        id: of the run.
-
-    Raises, from every method:
-        StoreError: the home cannot be read.
+        home: Folder of the coordinator.
+        id: Id of the run.
     """
 
     def __init__(self, home: Path, id: str) -> None:
@@ -40,110 +38,131 @@ class Run:
 
     @classmethod
     def open(cls, home: str | Path, id: str) -> Run:
-        """Open a run, by id or the latest of a job's name, in a home of `fedquilt serve`, `run`, `fleet` or `simulate`.
+        """Open a run in the home of a coordinator.
+
+        Args:
+            home: Folder used by `fedquilt serve`, `run`, `fleet` or `simulate`.
+            id: Id of a run, or name of a job for its latest run.
+
+        Returns:
+            The run.
 
         Raises:
-            StoreError: there is no such home or run; lists the runs there are.
+            StoreError: If there is no such home or run.
         """
         if not (Path(home) / "fedquilt.db").is_file():
             raise StoreError(f"no runs in {home}: give the home of a coordinator, where fedquilt.db lies")
         with Store(Path(home)) as store:
-            return cls(Path(home), store.job(id).id)
+            return cls(Path(home), store.find_job(id).id)
 
     @property
     def job(self) -> Job:
-        """Job of this run."""
-        return Job.of(self._row().job)
+        return Job.from_settings(self._read_row().job)
 
     @property
     def status(self) -> str:
-        """State of the run: "queued", "running", "interrupted", "waiting", "held", "done", "failed" or "stopped"."""
-        with self._store() as store:
-            return store.standing(store.job(self.id))
+        """Status: "queued", "running", "interrupted", "waiting", "held", "done", "failed" or "stopped"."""
+        with self._open_store() as store:
+            return store.current_status(store.find_job(self.id))
 
     def rounds(self) -> Table:
-        """One row per round: accuracy and loss after it, and its seconds, joules and bytes.
+        """Return one row per round: metrics, training time, energy and transferred bytes.
 
-        Columns: round (from 1), accuracy (0..1; on the test set, or on held-out shares if the job has none), loss,
-        held_accuracy, worst_decile, train_loss, seconds (on the boards), joules, down_bytes, up_bytes, participants.
-        With another main metric, its name replaces accuracy: rmse, held_rmse. Unknown values are None.
+        Columns: round (from 1), accuracy (0..1, on the test set, or on held-out shares without a test set), loss,
+        held_accuracy, worst_decile, train_loss, seconds (on the devices), joules, down_bytes, up_bytes, participants.
+        Another main metric replaces accuracy in the names: rmse, held_rmse. Unknown values are None.
         """
-        with self._store() as store:
-            row, facts = self._read(store)
-            return Table(columns.rounds(facts, row.job, scores.read(self.home, row)))
+        with self._open_store() as store:
+            row, facts = self._read_events(store)
+            return Table(columns.make_round_columns(facts, row.job, scores.read_scores(self.home, row)))
 
     def devices(self) -> Table:
-        """One row per device: its tasks, their cost, and its accuracy on its held-out share.
+        """Return one row per device: tasks, their cost, and accuracy on the held-out share.
 
         Columns: device, tasks, declined, examples, seconds, joules, net_joules (above idle), down_bytes, up_bytes,
         peak_bytes, accuracy (0..1). Unknown values are None.
         """
-        with self._store() as store:
-            row, facts = self._read(store)
-            return Table(columns.devices(facts, row.job, scores.read(self.home, row)))
+        with self._open_store() as store:
+            row, facts = self._read_events(store)
+            return Table(columns.make_device_columns(facts, row.job, scores.read_scores(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
-        """Explain the outcome of a device in every round, of every device in one round, or of all.
+        """Explain the outcome of each device in each round, as sentences.
 
         Args:
-            device: id; None: every device.
-            round: counted from 0, as in the log.
+            device: Id of the device, or None for all devices.
+            round: Round from 0, as in the event log, or None for all rounds.
+
+        Returns:
+            The sentences.
 
         Raises:
-            JobError: the run has no such device or round.
+            JobError: If the run has no such device or round.
         """
-        with self._store() as store:
-            return why.lines(why.of(store, self.id), round, device)
+        with self._open_store() as store:
+            return why.format_outcomes(why.load_outcomes(store, self.id), round, device)
 
     def log(self) -> list[str]:
-        """Events of the run as sentences, oldest first; the total cost stands last."""
-        with self._store() as store:
-            row, facts = self._read(store)
-        state, said = history.Rounds(Plan.of(row.job)), []
+        """Return the events of the run as sentences, oldest first, followed by the total cost."""
+        with self._open_store() as store:
+            row, facts = self._read_events(store)
+        state, said = history.Rounds(Plan.from_job(row.job)), []
         for fact in facts:
-            state = history.apply(state, fact, 0.0)
-            said += log.sentences(fact, log.closing(state, fact))
-        return said + costs.lines(costs.account(facts))
+            state = history.apply_event(state, fact, 0.0)
+            said += log.format_single_event(fact, log.is_of_final_evaluation(state, fact))
+        return said + costs.format_energy_summary(costs.compute_job_cost(facts))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Tensors of the result, as of the last committed round: name -> array.
+        """Return the tensors of the last committed state, by name.
 
         Raises:
-            JobError: the run has no state yet.
+            JobError: If the run has no state yet.
         """
         from fedquilt.tools.artefacts import export
 
-        with self._store() as store:
-            return dict(export.artefact(store, self.id).tensors)
+        with self._open_store() as store:
+            return dict(export.load_result(store, self.id).tensors)
 
-    @extras.named()
+    @extras.report_missing_extras()
     def export(self, path: str | Path) -> Path:
-        """Write the result as a file in the format of its ending: .onnx or .safetensors. Returns its path.
+        """Write the result to a file, in the format of the suffix: .onnx or .safetensors.
 
-        A stitched network is always ONNX. Trained weights as ONNX need torch.
+        A stitched network is always ONNX. Writing trained weights as ONNX requires torch.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The path.
 
         Raises:
-            JobError: another ending, or a library is not installed.
-            StoreError: the file cannot be written.
-            ModelError: the network cannot be written as ONNX.
+            JobError: If the suffix is unknown, or a library is not installed.
+            StoreError: If the file cannot be written.
+            ModelError: If the network cannot be written as ONNX.
         """
         from fedquilt.tools.artefacts import export
 
-        with self._store() as store:
-            export.export(store, self.id, Path(path))
+        with self._open_store() as store:
+            export.export_result(store, self.id, Path(path))
         return Path(path)
 
-    @extras.named()
+    @extras.report_missing_extras()
     def report(self, path: str | Path) -> Path:
-        """Write the run's page: one HTML file that works offline. Returns its path.
+        """Write an HTML page about the run, in one file that works offline.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The path.
 
         Raises:
-            JobError: a library is not installed.
-            StoreError: the file cannot be written.
+            JobError: If a library is not installed.
+            StoreError: If the file cannot be written.
         """
         from fedquilt.tools import report
 
-        with self._store() as store:
+        with self._open_store() as store:
             return report.main(store, self.id, Path(path))
 
     def __eq__(self, other: object) -> bool:
@@ -153,19 +172,19 @@ class Run:
         return hash((self.home, self.id))
 
     def __repr__(self) -> str:
-        table, metric = self.rounds(), columns.metric_of(self._row().job)
+        table, metric = self.rounds(), columns.find_main_metric(self._read_row().job)
         known = [value for value in table[metric.name] if value is not None]
-        reached = f", {metric.title} {metrics.shown(metric, known[-1], 1)}" if known else ""
+        reached = f", {metric.title} {metrics.format_value(metric, known[-1], 1)}" if known else ""
         return f"<Run {self.id}: {self.status}, {len(table)} rounds{reached}>"
 
     @contextmanager
-    def _store(self) -> Iterator[Store]:
+    def _open_store(self) -> Iterator[Store]:
         with Store(self.home, durable=False) as store:
             yield store
 
-    def _row(self) -> Row:
-        with self._store() as store:
-            return store.job(self.id)
+    def _read_row(self) -> Row:
+        with self._open_store() as store:
+            return store.find_job(self.id)
 
-    def _read(self, store: Store) -> tuple[Row, list[AnyFact]]:
-        return store.job(self.id), [fact for _, _, fact in store.facts(self.id)]
+    def _read_events(self, store: Store) -> tuple[Row, list[AnyFact]]:
+        return store.find_job(self.id), [fact for _, _, fact in store.read_events(self.id)]

@@ -1,4 +1,4 @@
-"""`fedquilt.simulate`: a job on a simulated fleet, through the coordinator's own rounds."""
+"""Simulation of jobs on a simulated fleet by the coordinator's code (`fedquilt.simulate`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
 
-@extras.named()
+@extras.report_missing_extras()
 def simulate(
     job: Job,
     *,
@@ -39,35 +39,36 @@ def simulate(
     trackers: Sequence[Tracker] = (),
     progress: bool | None = None,
 ) -> Run:
-    """Run a job to its end on the simulated fleet of its [fleet] table; returns the run.
+    """Run a job to its end on its simulated fleet.
 
-    Rounds, deadlines, budgets, governors and codecs are the coordinator's and the agents' own; only boards and time
-    are simulated. Every state is, bit for bit, that of `fedquilt fleet` with the same job, for any number of workers.
+    Rounds, deadlines, budgets, governors and codecs are those of the coordinator and the agents, and only devices and
+    time are simulated. Every state is bit-identical to that of `fedquilt fleet` with the same job, for any number of
+    workers.
 
     Args:
-        job: with a [data] table.
-        seed: in place of the job's; the partition is drawn by it too, unless the job's data has a seed of its own.
-        workers: processes that train devices; None: one for each core, of this machine or of the Ray cluster.
-        engine: "pool": processes of this machine; "ray": those of the Ray cluster that it is a node of, or of a Ray
-            that is started for the run; "ray://HOST:PORT": of a cluster elsewhere; "auto": a pool, unless RAY_ADDRESS
-            says that this process belongs to a cluster.
-        mixed: permit machines that differ in processor, GPU or libraries: nodes of a cluster, or those of an
-            interrupted run and of what goes on with it. Results then do not repeat bit for bit.
-        home: folder that keeps the run, and its bundle; a run that was interrupted there goes on. None: a temporary
-            one that goes with the run.
-        evaluate: where the job has no [check], evaluate the global model beside every round, which costs the devices
-            nothing: on their held-out shares, and on the test set if the data has one.
-        trackers: receive the job, each finished round and the end (`fedquilt.trackers`). An error of one is logged
-            once, with its name, and the run goes on.
-        progress: None: a line on a terminal, a cell's output in a notebook, else nothing; True: a line in any case;
-            False: nothing.
+        job: Job with a [data] table.
+        seed: Seed in place of the job's. The partition uses it too, unless the job's data has a seed.
+        workers: Number of training processes, or None for one per core of this machine or of the Ray cluster.
+        engine: "pool" for processes of this machine, "ray" for the Ray cluster of this node (or a new local Ray),
+            "ray://HOST:PORT" for another cluster, or "auto" for a pool unless RAY_ADDRESS is set.
+        mixed: Whether processor, GPU or libraries may differ between nodes, or after an interruption. Results are then
+            not bit-identical.
+        home: Folder of the run and its bundle, in which an interrupted run is continued, or None for a temporary
+            folder.
+        evaluate: Whether to evaluate the global model after each round if the job has no [check], on held-out shares
+            and the test set, without cost for the devices.
+        trackers: Trackers that receive the job, each finished round and the end. The first error of a tracker is
+            logged, and the run continues.
+        progress: True to show progress lines, False to show none, or None to show them on terminals and in notebooks.
+
+    Returns:
+        The finished run.
 
     Raises:
-        JobError: `job` is not a fq.Job, or has no [data], or a tracker is none, or a key is wrong, or a library is not
-            installed, or machines differ, or the run has failed; gives the reason.
-        DataError: the data cannot be read, or the network cannot take them.
-        ModelError: the network cannot be loaded, or the method cannot train it.
-        StoreError: the home cannot be written.
+        JobError: If an argument or a key of the job is wrong, a library is missing, machines differ, or the run failed.
+        DataError: If the data cannot be read, or do not fit the network.
+        ModelError: If the network cannot be loaded or trained by the method.
+        StoreError: If the home cannot be written.
     """
     from fedquilt.tools.artefacts import prepare
     from fedquilt.tools.experiments import watched_run
@@ -75,44 +76,44 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    told = tracking.Audience(tracking.require(trackers))
-    wanted = seeded(job, seed)
-    made = watched_run.evaluated(wanted) if evaluate else wanted
+    told = tracking.Audience(tracking.require_trackers(trackers))
+    wanted = settings_with_seed(job, seed)
+    made = watched_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
     with contextlib.ExitStack() as stack:
         place = Path(home) if home is not None else stack.enter_context(Scratch())
-        bundle = place / "bundles" / digest(made)
+        bundle = place / "bundles" / bundle_folder_name(made)
         prepare.prepare_and_check(made, bundle)
-        with contextlib.closing(live.display(progress)) as shown:
+        with contextlib.closing(live.make_display(progress)) as shown:
             watch = _Watch(made, place, told, shown.show)
             try:
-                id = watched_run.play(
+                id = watched_run.run_job(
                     made,
                     bundle,
                     place,
                     workers=workers,
                     engine=engine,
                     mixed=mixed,
-                    begun=watch.begin,
+                    begun=watch.start_trackers,
                     watch=watch,
                 )
-                watch.tell(ended=True)
+                watch.report_rounds(ended=True)
             finally:
-                watch.end()
+                watch.end_trackers()
         run = Run(place, id)
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
 
 
-def seeded(job: Job, seed: int | None) -> settings.Job:
-    """The job as the coordinator's type, with `seed` in place of its own if given."""
+def settings_with_seed(job: Job, seed: int | None) -> settings.Job:
+    """Return the coordinator's settings of a job, with `seed` in place of its own unless None."""
     return job.settings if seed is None else job.replace(seed=seed).settings
 
 
-def digest(job: settings.Job) -> str:
-    """Folder name of a job's bundle in a home: a hash of everything it is prepared from."""
+def bundle_folder_name(job: settings.Job) -> str:
+    """Return the folder name of a job's bundle, with a hash of the settings that affect the bundle."""
     parts = {name: getattr(job, name) for name in PREPARED}
     return f"{job.name}-{hashlib.sha256(msgspec.json.encode(parts, order='sorted')).hexdigest()[:12]}"
 
@@ -124,24 +125,23 @@ class _Watch:
         self._job, self._home, self._told, self._show = job, home, told, show
         self._follower: tracking.Follower | None = None
         self._run = ""
-        self._metric, self._reached = columns.metric_of(job), ""
+        self._metric, self._reached = columns.find_main_metric(job), ""
 
-    def begin(self, run: str) -> None:
-        """Note the run's id and start the trackers."""
+    def start_trackers(self, run: str) -> None:
         self._run, self._follower = run, tracking.Follower(self._home, run)
-        self._told.start(Job.of(self._job), run)
+        self._told.start(Job.from_settings(self._job), run)
 
     def __call__(self, simulation: Simulation) -> None:
-        self.tell(ended=False)
-        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._reached}")
+        self.report_rounds(ended=False)
+        self._show(f"{simulation.run}: round {simulation.completed_rounds} of {self._job.rounds}{self._reached}")
 
-    def end(self) -> None:
-        """Report the end of the run to all trackers that have begun, however it ended."""
+    def end_trackers(self) -> None:
         self._told.end(Run(self._home, self._run))
 
-    def tell(self, *, ended: bool) -> None:
-        """Report the rounds finished since the last call to the trackers; with `ended` all that are left."""
-        for row in self._follower.new(ended=ended) if self._follower is not None else ():
+    def report_rounds(self, *, ended: bool) -> None:
+        for row in self._follower.read_new_rows(ended=ended) if self._follower is not None else ():
             if row[self._metric.name] is not None:
-                self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"
+                self._reached = (
+                    f", {self._metric.title} {metrics.format_value(self._metric, row[self._metric.name], 1)}"
+                )
             self._told.round(row)

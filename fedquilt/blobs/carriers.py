@@ -1,6 +1,6 @@
-"""Carriers of blobs beside the link: transfers in threads of their own, and reports of how each ended.
+"""Blob transfers outside the broker, in threads, with a report of each result.
 
-An event loop starts jobs and reads `take_ended` when `fds` become readable. No call waits for a job.
+An event loop starts jobs and calls `take_results` when `fds` become readable. No call waits for a job.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Key = tuple[str, str]  # device, sha256
 
 
 class Ended(NamedTuple):
-    """Result of a transfer's job."""
-
     key: Key
     intake: Intake | None  # None: the job sent the blob
     error: str | None
@@ -43,12 +41,12 @@ class Ended(NamedTuple):
 
 
 class Carriers:
-    """Carriers of a board, which knows no places but those that the coordinator names.
+    """Blob transfers of a device, at locations that the coordinator offers.
 
     Args:
-        identity: this side's certificate, for the coordinator's server; None: unsigned.
-        ca: authority of stores' certificates, beside those of the system.
-        most: jobs at once.
+        identity: The certificate of this side, for the coordinator's server, or None if unsigned.
+        ca: The authority of blob stores' certificates, in addition to those of the system.
+        most: The number of jobs at once.
     """
 
     def __init__(self, identity: Identity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
@@ -61,38 +59,35 @@ class Carriers:
 
     # -- what a coordinator adds --
 
-    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Places where a device can fetch a blob."""
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
         return ()
 
-    def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
-        """Places where a device can put a blob; an own server writes it into the intake."""
+    def upload_locations(self, device: str, intake: Intake) -> tuple[Source, ...]:
+        """Return the locations to which a device may upload a blob.
+
+        The coordinator's own server writes the blob into `intake`.
+        """
         return ()
 
-    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
-        """Places from which this side fetches a blob that a device has put there; (): none."""
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
         return ()
 
-    def over(self, key: Key) -> None:
-        """Close the places of a transfer that has ended, or goes another way."""
+    def close_locations(self, key: Key) -> None: ...
 
-    def take_ready(self) -> list[Key]:
-        """Blobs that have reached a place since the last call, and the devices that asked for each meanwhile."""
+    def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs that reached a location since the last call, and the devices waiting for them."""
         return []
 
     # -- for a loop --
 
     def fds(self) -> Sequence[int]:
-        """File descriptors that become readable when a job has ended."""
         return () if self._wake is None else (self._wake,)
 
     @property
-    def free(self) -> bool:
-        """Whether a job that is started begins at once."""
+    def has_free_thread(self) -> bool:
         return self._running < self._most
 
-    def take_ended(self) -> list[Ended]:
-        """Jobs that have ended since the last call."""
+    def take_results(self) -> list[Ended]:
         if self._wake is not None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -101,91 +96,92 @@ class Carriers:
             ended, jobs = self._ended.popleft()
             self._running -= jobs
             found.append(ended)
-        self._go_on()
+        self._start_queued_jobs()
         return found
 
-    def tell(self, ended: Ended, jobs: int = 0) -> None:
-        """Note the end of a transfer, from any thread, and wake the loop."""
+    def add_result(self, ended: Ended, jobs: int = 0) -> None:
+        """Record the end of a transfer and wake the event loop. May be called from any thread."""
         self._ended.append((ended, jobs))
         if self._wake is not None:
             os.eventfd_write(self._wake, 1)
 
-    def rests_until_s(self, sources: Sequence[Source]) -> float:
-        """Earliest time at which one of these places may be tried, in seconds of the monotonic clock."""
+    def retry_at_s(self, sources: Sequence[Source]) -> float:
+        """Return the earliest time to try one of the locations, in seconds of the monotonic clock."""
         reached = self._reached
-        return min((reached.rests_until_s(each) for each in sources), default=math.inf) if reached else -math.inf
+        return min((reached.retry_at_s(each) for each in sources), default=math.inf) if reached else -math.inf
 
-    def fetch(self, key: Key, intake: Intake, sources: Sequence[Source]) -> None:
-        """Fetch a blob in a thread."""
-
+    def start_download(self, key: Key, intake: Intake, sources: Sequence[Source]) -> None:
         def job() -> Ended:
             from fedquilt.blobs import over_http
 
             try:
-                over_http.fetch(self._reach(), sources, intake)
+                over_http.fetch_blob(self._get_connection_pool(), sources, intake)
             except (LinkError, StoreError) as error:
                 later = isinstance(error, over_http.CarrierError) and error.later
-                return missed(key, intake, error, later=later)
+                return failed_result(key, intake, error, later=later)
             return Ended(key, intake, None)
 
-        self.start(job, Ended(key, intake, "an error in the program ended the transfer"))
+        self.start_job(job, Ended(key, intake, "an error in the program ended the transfer"))
 
-    def put(
+    def start_upload(
         self, key: Key, depot: Depot, ref: BlobRef, sources: Sequence[Source], moved: Callable[[int], None]
     ) -> None:
-        """Send a blob from a thread, which calls `moved` with the number of bytes of each piece."""
-
         def job() -> Ended:
             from fedquilt.blobs import over_http
 
             file = -1
             try:
-                file = depot.opened(ref.sha256)
-                return Ended(key, None, None, source=over_http.put(self._reach(), sources, file, ref, moved))
+                file = depot.open_blob_file(ref.sha256)
+                return Ended(
+                    key,
+                    None,
+                    None,
+                    source=over_http.upload_blob(self._get_connection_pool(), sources, file, ref, moved),
+                )
             except (LinkError, StoreError) as error:
                 return Ended(key, None, str(error))
             finally:
                 if file >= 0:
                     os.close(file)
 
-        self.start(job, Ended(key, None, "an error in the program ended the transfer"))
+        self.start_job(job, Ended(key, None, "an error in the program ended the transfer"))
 
-    def finish(self, key: Key, intake: Intake) -> None:
-        """Hash a part that is complete, and make it the blob, in a thread."""
-
+    def start_completion(self, key: Key, intake: Intake) -> None:
         def job() -> Ended:
             try:
-                intake.complete()
+                intake.finish_received()
             except (ClosedError, StoreError) as error:
                 return Ended(key, intake, str(error), disk=True)
             return Ended(key, intake, None)
 
-        self.start(job, Ended(key, intake, "an error in the program ended the hashing", disk=True))
+        self.start_job(job, Ended(key, intake, "an error in the program ended the hashing", disk=True))
 
-    def give_up(self, key: Key, intake: Intake, reason: str) -> None:
-        """End an abandoned transfer: a thread finds out which chunks of the blob are here."""
+    def abandon_download(self, key: Key, intake: Intake, reason: str) -> None:
         failed = Ended(key, intake, reason)
-        self.start(lambda: missed(key, intake, LinkError(reason)), failed)
+        self.start_job(lambda: failed_result(key, intake, LinkError(reason)), failed)
 
-    def _reach(self) -> over_http.Reach:
+    def _get_connection_pool(self) -> over_http.Reach:
         from fedquilt.blobs import over_http
 
         if self._reached is None:
             self._reached = over_http.Reach(self._identity, self._ca)
         return self._reached
 
-    def ask(self, method: str, source: Source) -> tuple[int, str]:
-        """Status and date of a place's answer to a request without a body. The call blocks: only jobs make it.
+    def send_request(self, method: str, source: Source) -> tuple[int, str]:
+        """Return the status and date of a location's answer to a request without a body. Blocks.
 
         Raises:
-            LinkError: the place does not answer.
+            LinkError: If the location does not answer.
         """
         from fedquilt.blobs import over_http
 
-        return over_http.ask(self._reach(), method, source)
+        return over_http.send_request(self._get_connection_pool(), method, source)
 
-    def start(self, job: Callable[[], Ended], failed: Ended) -> None:
-        """Run a job in a thread, as soon as one is free; `failed` is its result if an error in the program ends it."""
+    def start_job(self, job: Callable[[], Ended], failed: Ended) -> None:
+        """Run a job in a thread as soon as one is free.
+
+        `failed` is the result if the job raises an unexpected exception.
+        """
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -196,21 +192,20 @@ class Carriers:
             except Exception:
                 log.exception("a transfer of blob %s has ended", failed.key[1][:12])
             finally:
-                self.tell(ended, 1)
+                self.add_result(ended, 1)
 
         self._left.append(run)
-        self._go_on()
+        self._start_queued_jobs()
 
-    def _go_on(self) -> None:
-        while self._left and self.free:
+    def _start_queued_jobs(self) -> None:
+        while self._left and self.has_free_thread:
             self._running += 1
             threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
 
 
-def missed(key: Key, intake: Intake, error: FedquiltError, *, later: bool = False) -> Ended:
-    """Result of a transfer that has failed, with the chunks that are here."""
+def failed_result(key: Key, intake: Intake, error: FedquiltError, *, later: bool = False) -> Ended:
     try:
-        intake.look()
+        intake.close_and_check()
     except StoreError as full:
         return Ended(key, intake, str(full), disk=True)
     return Ended(key, intake, str(error), later, isinstance(error, StoreError))

@@ -1,9 +1,9 @@
-"""Chunks of a blob: cut, verified one by one, and served in turn. No I/O.
+"""Chunks of a blob: manifest, verification and order of sending. No I/O.
 
-The side that wants a blob asks for its manifest, then for chunks (`fedquilt.blobs.download`); the side that
-has it only answers. So a slow receiver never fills a broker's queue, and lost messages are requested
-again: an upload is the coordinator fetching. Nothing here holds chunk bytes;
-`fedquilt.blobs.transfer` moves them between a link and a depot.
+The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side only
+responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
+download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfer` moves them between a link and a
+blob store.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ _MANIFEST_BYTES: Final = 256  # most bytes of an encoded manifest without its di
 _QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
 
 
-class DamagedBlobError(StoreError):
-    """Stored blob whose bytes no longer have the sha256 in its name."""
+class DamagedBlobError(StoreError): ...
 
 
 # -- cutting --------------------------------------------------------------------------------------
 
 
-def chunk_for(max_payload: int) -> int:
-    """Chunk size, in bytes, for a link whose largest payload is `max_payload` bytes.
+def chunk_size_for(max_payload: int) -> int:
+    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes.
 
     Raises:
-        LinkError: too small for any chunk.
+        LinkError: If the payloads are too small for any chunk.
     """
     chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
     if chunk < wire.MIN_CHUNK:
@@ -44,19 +43,19 @@ def chunk_for(max_payload: int) -> int:
     return chunk
 
 
-def agreed(own: int, asked: int) -> int:
-    """The chunk size for a peer that takes `asked` bytes: one's own, else that of a packet limit of a power of two.
+def negotiate_chunk_size(own: int, asked: int) -> int:
+    """Return the chunk size in bytes for a peer that accepts `asked` bytes.
 
-    So there are few: for each size a blob is read and hashed once more, whoever asks for it.
+    Smaller sizes than `own` are rounded down to few values, because a blob is hashed again for each chunk size.
     """
     packet = 1 << ((asked + HEADROOM_BYTES).bit_length() - 1)
     return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
-def single(ref: BlobRef, chunk: int) -> wire.Manifest | None:
-    """Manifest of a blob that fits into one chunk, whose digest is the blob's own; None: it does not, or is empty.
+def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.Manifest | None:
+    """Return the manifest of a blob that fits into one chunk, or None if larger or empty.
 
-    Nobody has to be asked for it: the chunk is requested at once, in half as many messages.
+    This manifest need not be requested, which saves half of the messages of a small blob.
     """
     return (
         wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
@@ -65,33 +64,31 @@ def single(ref: BlobRef, chunk: int) -> wire.Manifest | None:
     )
 
 
-def count(manifest: wire.Manifest) -> int:
-    """Number of chunks of a blob; the last may be shorter."""
+def chunk_count(manifest: wire.Manifest) -> int:
     return -(-manifest.size // manifest.chunk)
 
 
-def extent(manifest: wire.Manifest, index: int) -> tuple[int, int]:
-    """(offset, size) of a chunk, in bytes."""
+def chunk_extent(manifest: wire.Manifest, index: int) -> tuple[int, int]:
+    """Return the offset and the size of a chunk, in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
 
-def is_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
-    """Whether `payload` is that chunk, byte for byte."""
+def is_valid_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
     digest = manifest.digests[64 * index : 64 * index + 64]
-    return len(payload) == extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
+    return len(payload) == chunk_extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
 
 
 class Cutting:
-    """A blob that is being cut, some of it at a time.
+    """Builder of a manifest, which reads and hashes a blob step by step.
 
     Args:
-        ref: of the blob.
-        chunk: bytes of a chunk.
-        read: `read(offset, size)` is called chunk by chunk.
+        ref: The reference of the blob.
+        chunk: The size of a chunk in bytes.
+        read: A function `read(offset, size)` that is called for each chunk.
 
     Raises:
-        LinkError: the manifest would not fit in one message of `chunk` bytes.
+        LinkError: If the manifest exceeds a message of `chunk` bytes.
     """
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
@@ -106,11 +103,11 @@ class Cutting:
                 f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
             )
 
-    def go_on(self, most_bytes: float = math.inf) -> wire.Manifest | None:
-        """Cut so many bytes, and one chunk at least; the manifest, or None: there is more to cut.
+    def hash_chunks(self, most_bytes: float = math.inf) -> wire.Manifest | None:
+        """Hash about `most_bytes` more, at least one chunk. Return the manifest after the last chunk.
 
         Raises:
-            DamagedBlobError: the bytes read are not the blob `ref` names.
+            DamagedBlobError: If the bytes do not match the sha256 of `ref`.
         """
         ref, left_bytes = self._ref, most_bytes
         while len(self._digests) < self._count and left_bytes > 0:
@@ -128,9 +125,14 @@ class Cutting:
         return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
 
 
-def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
-    """Manifest of a blob; arguments and errors as of `Cutting`."""
-    made = Cutting(ref, chunk, read).go_on()
+def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+    """Return the manifest of a blob.
+
+    Raises:
+        LinkError: If the manifest exceeds a message of `chunk` bytes.
+        DamagedBlobError: If the bytes do not match the sha256 of `ref`.
+    """
+    made = Cutting(ref, chunk, read).hash_chunks()
     assert made is not None
     return made
 
@@ -140,8 +142,6 @@ def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Man
 
 @dataclass(frozen=True)
 class Item:
-    """Message to send: a chunk, or with index MANIFEST the manifest."""
-
     device: str
     sha256: str
     chunk: int  # bytes of a chunk: how the blob is cut for this device
@@ -149,7 +149,7 @@ class Item:
 
 
 class Serve:
-    """Order of sending: each device in turn, and never more queued on the link than the budget."""
+    """Queue of outgoing chunks. Devices take turns, and the backlog of the link is limited."""
 
     def __init__(self, budget_bytes: int = 4 << 20) -> None:
         self._budget_bytes = budget_bytes
@@ -159,17 +159,18 @@ class Serve:
         return sum(len(queue) for queue in self._queues.values())
 
     def __bool__(self) -> bool:
-        """Whether anything is queued."""
         return bool(self._queues)
 
-    def ask(self, item: Item) -> None:
-        """Queue one item, unless it is queued already or its device has requested too much."""
+    def add(self, item: Item) -> None:
         queue = self._queues.setdefault(item.device, {})
         if len(queue) < _QUEUED_MOST:
             queue[item] = None
 
-    def take(self, backlog_bytes: int) -> Item | None:
-        """Next item to send while `backlog_bytes` wait on the link; None: nothing, or not yet."""
+    def take_next(self, backlog_bytes: int) -> Item | None:
+        """Return the next chunk to send, or None if the queue is empty or the link is busy.
+
+        `backlog_bytes` is the backlog of the link.
+        """
         if not self._queues:
             return None
         device, queue = next(iter(self._queues.items()))
@@ -182,19 +183,18 @@ class Serve:
         return item
 
 
-def arrived_damaged(ref: BlobRef) -> DamagedBlobError:
-    """Error for bytes that are not those of the blob that they were sent as."""
+def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
     said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
     return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
 
 
-def reference(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-    """Reference of bytes.
+def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+    """Return the reference of a content.
 
     Raises:
-        DamagedBlobError: they are not the blob `expected`.
+        DamagedBlobError: If the content is not the blob `expected`.
     """
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     if expected is not None and expected != ref:
-        raise arrived_damaged(expected)
+        raise damaged_arrival_error(expected)
     return ref

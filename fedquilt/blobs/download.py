@@ -1,9 +1,9 @@
-"""Download of one blob from one peer: what to request next, and whether the answers are right. No I/O.
+"""Protocol of a download from one peer: requests, verification, timeouts. No I/O.
 
-Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives at all.
-The window opens by one chunk for each that arrives and is halved when one is overdue, so that a
-slow line is flooded neither at the start nor later. A chunk is also given up when OVERTAKEN that were requested after
-it are here, as in TCP's fast retransmit (RFC 5681): a broker delivers in order.
+Timeouts follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives. The window grows by one
+chunk for each arrival and is halved when a chunk is overdue. So a slow line is not flooded. A chunk is also requested
+again when OVERTAKEN chunks that were requested later have arrived, as in fast retransmit of TCP (RFC 5681), because
+a broker delivers in order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _DOUBT_S: Final = 1.0  # a "missing" counts when repeated after this time: it ma
 class Pull:
     """Download of one blob from one peer.
 
-    The caller sends the messages of `requests`, passes on arrivals, writes a chunk when
-    `take_chunk` returns True, and is finished when `done` is true or `failed` has a reason.
+    The caller sends the messages of `next_requests`, passes on all arrivals, and writes a chunk if `handle_chunk`
+    returns True. The download ends when `is_complete` is true or `failed` contains a reason.
+
+    Args:
+        chunk: The largest chunk that this side accepts, in bytes.
+        patience_s: The time without progress after which the download fails.
     """
 
     def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
@@ -61,34 +65,31 @@ class Pull:
         self._doubted = False
         self._hold_s = -math.inf
         self.held = False  # its chunks come another way
-        self.manifest: wire.Manifest | None = chunks.single(ref, chunk)
+        self.manifest: wire.Manifest | None = chunks.single_chunk_manifest(ref, chunk)
         if self.manifest is not None:
-            self.start(bytes(1))
+            self.set_stored_chunks(bytes(1))
 
     @property
-    def done(self) -> bool:
-        """Whether every chunk is here."""
+    def is_complete(self) -> bool:
         return self.manifest is not None and self._missing_chunks == 0
 
     @property
     def missing_bytes(self) -> int:
-        """At most, what is still to come."""
+        """Upper bound of the bytes that have not arrived."""
         return 0 if self.manifest is None else min(self._missing_chunks * self.manifest.chunk, self.manifest.size)
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that an answer may take now."""
         normal_s = _TIMEOUT_FIRST_S if self._srtt_s is None else max(_TIMEOUT_LEAST_S, 4 * self._srtt_s)
         return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
 
     @property
     def outstanding_bytes(self) -> int:
-        """Bytes requested that may still come."""
-        return len(self._asked) * self._unit
+        return len(self._asked) * self._largest_chunk_bytes
 
     @property
     def due_s(self) -> float:
-        """Time by which `requests` should be called again."""
+        """Time of the next call of `next_requests`."""
         if self.held:
             return math.inf
         if not self._asked:
@@ -97,31 +98,35 @@ class Pull:
 
     # -- asking --
 
-    def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
-        """Messages to send now, requesting at most `room_bytes` beyond the outstanding ones."""
+    def next_requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
+        """Return the messages to send now, for at most `room_bytes` beyond the outstanding ones."""
         if self.held:
             return []
-        late = self._expire(now_s) or self._lost
+        late = self._drop_overdue_requests(now_s) or self._lost
         self._lost = False
-        if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
+        if (
+            self.failed is not None
+            or self.is_complete
+            or now_s < self._hold_s
+            or room_bytes < self._largest_chunk_bytes
+        ):
             return []
         if self.manifest is None:
-            return [self._get((), now_s)] if MANIFEST not in self._asked else []
-        free = int(min(self._window - len(self._asked), room_bytes // self._unit))
+            return [self._make_request((), now_s)] if MANIFEST not in self._asked else []
+        free = int(min(self._window - len(self._asked), room_bytes // self._largest_chunk_bytes))
         if self._asked and not late and free < min(BATCH, self._window // 2):
             return []  # a few at a time: half as many messages, and the window never runs dry
-        indices = self._absent(free)
-        return [self._get(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
+        indices = self._missing_indices(free)
+        return [self._make_request(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
 
-    def _get(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
+    def _make_request(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
         for index in indices or (MANIFEST,):
             self._asked[index] = now_s
             self._overtaken.pop(index, None)
             self._times[index] = (self._times.get(index, (now_s,))[0], now_s)
         return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
 
-    def _absent(self, most: int) -> tuple[int, ...]:
-        """First chunks that are neither here nor requested."""
+    def _missing_indices(self, most: int) -> tuple[int, ...]:
         found: list[int] = []
         index = self.had.find(0)
         while index >= 0 and len(found) < most:
@@ -130,8 +135,7 @@ class Pull:
             index = self.had.find(0, index + 1)
         return tuple(found)
 
-    def _expire(self, now_s: float) -> bool:
-        """Give up on overdue answers; True: there were some."""
+    def _drop_overdue_requests(self, now_s: float) -> bool:
         if now_s >= self._progress_s + self._patience_s:
             self.failed = f"no answer for {self._patience_s:.0f} s"
         timeout_s = self.timeout_s
@@ -149,57 +153,63 @@ class Pull:
         return bool(overdue)
 
     @property
-    def _unit(self) -> int:
+    def _largest_chunk_bytes(self) -> int:
         return max(1, min(self.chunk, self.ref.size))
 
     # -- taking --
 
-    def take_manifest(self, manifest: wire.Manifest, now_s: float) -> bool:
-        """Take a manifest; True: it cuts the blob from now on, and `start` is to be called with the chunks on disk."""
-        self._heard(MANIFEST, now_s)
+    def handle_manifest(self, manifest: wire.Manifest, now_s: float) -> bool:
+        """Process a manifest. Return whether the manifest is new and valid.
+
+        If so, the caller must call `set_stored_chunks`.
+        """
+        self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
             self.duplicates += 1
             return False
         fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
-        if not fits or len(manifest.digests) != 64 * chunks.count(manifest):
-            self._spoilt("manifests that do not describe this blob")
+        if not fits or len(manifest.digests) != 64 * chunks.chunk_count(manifest):
+            self._record_bad_message("manifests that do not describe this blob")
             return False
         self._cuts += 1
         if self._cuts > _CUTS_MOST:
             self.failed = f"the other side cut it anew more than {_CUTS_MOST} times"
             return False
-        self._progress(now_s)
+        self._record_progress(now_s)
         self.manifest, self.chunk = manifest, manifest.chunk
         self._asked.clear()
         self._times.clear()
-        self.start(bytes(chunks.count(manifest)))
+        self.set_stored_chunks(bytes(chunks.chunk_count(manifest)))
         return True
 
-    def start(self, had: bytes | bytearray) -> None:
-        """Begin from `had`: one byte per chunk, 1 if it is on disk and verified."""
+    def set_stored_chunks(self, had: bytes | bytearray) -> None:
+        """Set which chunks are on disk and verified: one byte per chunk, 1 if stored."""
         self.had = bytearray(had)
         self._missing_chunks = self.had.count(0)
 
-    def take_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """Take a chunk; True: it is new and right, write it at its extent."""
+    def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
+        """Process a chunk. Return whether the caller must write the chunk to disk."""
         if self.manifest is None or not 0 <= index < len(self.had):
             return False
-        self._overtake(index)
-        self._heard(index, now_s)
+        self._drop_overtaken_requests(index)
+        self._record_arrival(index, now_s)
         if self.had[index]:
             self.duplicates += 1
             return False
-        if not chunks.is_chunk(self.manifest, index, payload):
-            self._spoilt("chunks that are damaged")
+        if not chunks.is_valid_chunk(self.manifest, index, payload):
+            self._record_bad_message("chunks that are damaged")
             return False
-        self._progress(now_s)
+        self._record_progress(now_s)
         self._window = min(self._window + 1, WINDOW)
         self.had[index] = 1
         self._missing_chunks -= 1
         return True
 
-    def take_missing(self, reason: str, now_s: float) -> None:
-        """Take the peer's answer that it has no such blob, or none for us."""
+    def handle_missing(self, reason: str, now_s: float) -> None:
+        """Process the peer's report that the blob is unavailable.
+
+        The download fails at the second report, since the first may be a late response to an old request.
+        """
         if now_s < self._hold_s:
             return
         if self._doubted:
@@ -208,8 +218,7 @@ class Pull:
         self._hold_s = now_s + _DOUBT_S
         self._asked.clear()
 
-    def _heard(self, index: int, now_s: float) -> None:
-        """Note an arrival: the peer is alive, and its round-trip time is known."""
+    def _record_arrival(self, index: int, now_s: float) -> None:
         self._heard_s = now_s
         self.backoff = 0
         self._asked.pop(index, None)
@@ -220,8 +229,7 @@ class Pull:
                 took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
             self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
 
-    def _overtake(self, index: int) -> None:
-        """Give up requests that were made before this one, and have seen later ones answered too often."""
+    def _drop_overtaken_requests(self, index: int) -> None:
         if index not in self._asked:
             return
         earlier = []
@@ -236,12 +244,12 @@ class Pull:
                 self._window = max(1, self._window // 2)
                 self._lost = True
 
-    def _progress(self, now_s: float) -> None:
+    def _record_progress(self, now_s: float) -> None:
         self._progress_s = now_s
         self._bad_run = 0
         self._doubted = False
 
-    def _spoilt(self, what: str) -> None:
+    def _record_bad_message(self, what: str) -> None:
         self.bad += 1
         self._bad_run += 1
         if self._bad_run >= _BAD_IN_A_ROW:
@@ -249,39 +257,36 @@ class Pull:
 
     # -- interruptions --
 
-    def reconnected(self, chunk: int, now_s: float) -> None:
-        """Handle a new session: requests are lost, and the largest chunk may differ."""
+    def handle_reconnect(self, chunk: int, now_s: float) -> None:
         self._asked.clear()
         self._times.clear()
         self.backoff = 0
         self._window = _START_WINDOW
         self._heard_s = self._progress_s = now_s
         if chunk < self.chunk or self.manifest is None:
-            self.chunk, self.manifest = chunk, chunks.single(self.ref, chunk)
+            self.chunk, self.manifest = chunk, chunks.single_chunk_manifest(self.ref, chunk)
 
-    def hold(self) -> None:
-        """Request nothing until `release`: the chunks come another way."""
+    def pause_requests(self) -> None:
         self.held = True
         self._asked.clear()
         self._times.clear()
 
-    def release(self, had: bytes | bytearray | None, now_s: float) -> None:
-        """Request again; `had` is which chunks are here, as of `start`, if that has changed."""
+    def resume_requests(self, had: bytes | bytearray | None, now_s: float) -> None:
+        """Send requests again. `had` replaces the stored chunks unless None."""
         self.held = False
         if had is not None:
-            self.start(had)
+            self.set_stored_chunks(had)
         self.backoff, self._window = 0, _START_WINDOW
         self._heard_s = now_s
-        self._progress(now_s)
+        self._record_progress(now_s)
 
     def park(self, now_s: float) -> None:
-        """Let other downloads go first: time stands still for this one until `unpark`."""
+        """Suspend the download, with all timeouts, until `unpark`."""
         self._asked.clear()
         self._times.clear()
         self._parked_s = now_s
 
     def unpark(self, now_s: float) -> None:
-        """Continue after `park`, with all time limits moved on."""
         if self._parked_s is not None:
             self._heard_s += now_s - self._parked_s
             self._progress_s += now_s - self._parked_s

@@ -1,4 +1,4 @@
-"""Errors of a depot's folder, in sentences with the mend."""
+"""Errors of a blob store's folder, with a fix in each message."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _MENDS: Final = {
 
 
 class Explained:
-    """Turn an OSError of the body into a sentence: "cannot `what` in `folder`", the reason and the mend.
+    """Context manager that raises an OSError of its body as a StoreError with a fix.
+
+    The message begins with "cannot `what` in `folder`".
 
     Raises:
-        StoreError: in its place.
+        StoreError: In place of an OSError.
     """
 
     __slots__ = ("_folder", "_what")

@@ -1,7 +1,7 @@
-"""Intake of a blob: bytes that a carrier brings in order are checked and written into the blob's part.
+"""Writer of a blob's part: checks bytes that a transfer backend brings in order.
 
-Chunks are compared with the manifest one by one only where they are damaged: a blob that comes from its first byte to
-its last is hashed once, as it comes. Chunks that were here before, or came over the link, are hashed at the end.
+A blob that arrives from the first byte to the last is hashed once, on arrival. Chunks that were stored before are
+hashed at the end. Chunks are compared with the manifest one by one only if the whole blob does not match.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, LinkError
 
 
-class ClosedError(LinkError):
-    """The blob is not taken from this carrier any more."""
+class ClosedError(LinkError): ...
 
 
-class ContentError(LinkError):
-    """A carrier has brought other bytes than the manifest's."""
+class ContentError(LinkError): ...
 
 
 class Intake:
-    """Intake of one blob from one carrier. A thread writes; the loop may close the intake meanwhile.
+    """Writer of one blob's part, for one transfer. Another thread may close the writer.
 
     Args:
-        depot: has the blob's part open: `Depot.resume`.
-        manifest: of the blob.
-        had: one byte per chunk: 1 if it is here and verified.
-        through: take all from the first missing chunk on, as one stream; else the missing chunks alone.
+        depot: The blob store with the open part (`Depot.open_part`).
+        manifest: The manifest of the blob.
+        had: One byte per chunk, 1 if the chunk is stored and verified.
+        through: Whether to write everything from the first missing chunk on, instead of the missing chunks alone.
     """
 
     def __init__(self, depot: Depot, manifest: wire.Manifest, had: bytes | bytearray, *, through: bool = False) -> None:
@@ -44,103 +42,102 @@ class Intake:
         self._lock = threading.Lock()
         self._open = True
         self._turn = 0
-        self._runs = _runs(manifest, self.had, through)
+        self._runs = _missing_ranges(manifest, self.had, through)
         self._whole = hashlib.sha256() if 1 not in self.had else None
-        self._settle()
+        self._skip_complete_ranges()
 
-    def turn(self) -> int:
-        """Begin to write, in place of an earlier writer."""
+    def replace_writer(self) -> int:
+        """Return the number of a new writer. Writes of earlier writers then fail."""
         with self._lock:
             self._turn += 1
             return self._turn
 
-    def due(self) -> tuple[int, int] | None:
-        """Range of bytes to bring next, (offset, end); None: all have been brought."""
+    def next_range(self) -> tuple[int, int] | None:
+        """Return the next range of bytes to fetch, (offset, end), or None if all are written."""
         return (self.at, self._runs[0][1]) if self._runs else None
 
     def write(self, piece: memoryview, turn: int) -> None:
-        """Write the next bytes of the range that is due.
+        """Write the next bytes of the range that `next_range` returns.
 
         Raises:
-            ClosedError: the bytes are not wanted any more, or not from this writer.
-            StoreError: the disk refuses the bytes.
+            ClosedError: If the writer was closed or replaced, or the bytes exceed the range.
+            StoreError: If the disk refuses the bytes.
         """
         with self._lock:
-            self._require(turn)
+            self._require_current(turn)
             if not self._runs or self.at + len(piece) > self._runs[0][1]:
                 raise ClosedError("more bytes came than were asked for")
-            self._depot.write(self.ref.sha256, self.at, piece)
+            self._depot.write_part(self.ref.sha256, self.at, piece)
             if self._whole is not None:
                 self._whole.update(piece)
             self.at += len(piece)
             self.moved += len(piece)
-            self._settle()
+            self._skip_complete_ranges()
 
     def finish(self, turn: int) -> None:
-        """Turn the part into the blob.
+        """Verify the part and turn it into the blob.
 
         Raises:
-            ContentError: the bytes are not the manifest's; `had` says which chunks are.
-            ClosedError: the blob is not wanted any more.
-            StoreError: the disk refuses, or the manifest does not describe this blob.
+            ContentError: If the bytes do not match the manifest. `had` then tells which chunks do.
+            ClosedError: If the writer was closed or replaced.
+            StoreError: If the disk refuses, or the manifest does not describe this blob.
         """
         with self._lock:
-            self._require(turn)
+            self._require_current(turn)
             self._open = False
             digest = None if self._whole is None else self._whole.hexdigest()
             if digest != self.ref.sha256:
                 digest = None
-                self.had = self._depot.resume(self.manifest)
+                self.had = self._depot.open_part(self.manifest)
                 if bad := self.had.count(0):
                     raise ContentError(f"it brought {bad} of {len(self.had)} chunks with other content")
-            self._depot.finish(self.ref, digest)
+            self._depot.finish_part(self.ref, digest)
             self.finished = True
 
-    def complete(self) -> None:
-        """Turn a part into the blob that came whole over the link.
+    def finish_received(self) -> None:
+        """Turn a part that arrived completely over the link into the blob.
 
         Raises:
-            ClosedError: the blob is not wanted any more.
-            StoreError: the disk refuses, or the part is not this blob.
+            ClosedError: If the writer was closed.
+            StoreError: If the disk refuses, or the part is not this blob.
         """
         with self._lock:
-            self._require(self._turn)
+            self._require_current(self._turn)
             self._open = False
-            self._depot.finish(self.ref)
+            self._depot.finish_part(self.ref)
             self.finished = True
 
-    def look(self) -> None:
-        """Find out which chunks are here; nothing is taken afterwards.
+    def close_and_check(self) -> None:
+        """Close the writer and check which chunks are stored.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: If the disk refuses.
         """
         with self._lock:
             was, self._open = self._open, False
         if was:
-            self.had = self._depot.resume(self.manifest)
+            self.had = self._depot.open_part(self.manifest)
 
     def close(self) -> None:
-        """Accept no further bytes. When this returns nothing touches the part any more: another intake may have it."""
+        """Close the writer. After the return no thread writes to the part."""
         with self._lock:
             self._open = False
 
-    def _require(self, turn: int) -> None:
+    def _require_current(self, turn: int) -> None:
         if not self._open or turn != self._turn:
             raise ClosedError("it comes another way meanwhile")
 
-    def _settle(self) -> None:
+    def _skip_complete_ranges(self) -> None:
         while self._runs and self.at >= self._runs[0][1]:
             self._runs.pop(0)
         if self._runs:
             self.at = max(self.at, self._runs[0][0])
 
 
-def _runs(manifest: wire.Manifest, had: bytes | bytearray, through: bool) -> list[tuple[int, int]]:
-    """Ranges of bytes of the chunks that are missing."""
+def _missing_ranges(manifest: wire.Manifest, had: bytes | bytearray, through: bool) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for index, here in enumerate(had):
-        offset, size = chunks.extent(manifest, index)
+        offset, size = chunks.chunk_extent(manifest, index)
         if here:
             continue
         if through:

@@ -1,6 +1,6 @@
-"""Blobs by HTTP(S), as a client: fetched in ranges of bytes, and put. Everything here blocks; it runs in threads.
+"""HTTP client that fetches blobs in ranges of bytes and uploads them. All calls block.
 
-Addresses and tokens are secrets: messages name a place by its host, and quote nothing that the place has written.
+URLs and tokens are secrets: messages name a location by host and quote nothing from the server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from fedquilt.blobs.intake import Intake
 from fedquilt.core import BlobRef, JobError, LinkError, Source
-from fedquilt.transport.handshake import COORDINATOR, Identity, peer_of
-from fedquilt.transport.mqtt_errors import why
+from fedquilt.transport.handshake import COORDINATOR, Identity, common_name_of_peer
+from fedquilt.transport.mqtt_errors import describe_exception
 
 log = logging.getLogger("fedquilt.blobs.http")
 
@@ -41,7 +41,7 @@ _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class CarrierError(LinkError):
-    """Raised for a place that does not work. `later`: the place may work after a while."""
+    """Error of a blob location. `later` is true if a later attempt may succeed."""
 
     def __init__(self, sentence: str, *, later: bool) -> None:
         super().__init__(sentence)
@@ -49,17 +49,17 @@ class CarrierError(LinkError):
 
 
 class Pace:
-    """Least pace of a transfer: a peer that sends a byte now and then does not occupy a thread for long."""
+    """Minimum throughput of a transfer, so that a slow peer does not occupy a thread for long."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since_s, self._bytes = clock(), 0
 
-    def moved(self, size: int) -> None:
-        """Note bytes.
+    def count_bytes(self, size: int) -> None:
+        """Count transferred bytes.
 
         Raises:
-            TimeoutError: fewer than PACE_BYTES were moved in PACE_S.
+            TimeoutError: If fewer than PACE_BYTES were transferred in PACE_S.
         """
         self._bytes += size
         now_s = self._clock()
@@ -70,12 +70,12 @@ class Pace:
 
 
 class Reach:
-    """Connections of this process to places, and the hosts that rest because they were not reached of late.
+    """HTTP connections, and hosts in backoff after a failure.
 
     Args:
-        identity: shows the coordinator's server who this is, and checks that it is the coordinator's; None: unsigned.
-        ca: authority of stores' certificates, beside those of the system.
-        pause: `pause(seconds)` blocks between two attempts.
+        identity: The certificate of this side, also used to verify the coordinator's server, or None if unsigned.
+        ca: The authority of blob stores' certificates, in addition to those of the system.
+        pause: A function that blocks for some seconds between two attempts.
     """
 
     def __init__(
@@ -84,27 +84,25 @@ class Reach:
         self._identity, self._ca, self.pause = identity, ca, pause
         self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
 
-    def rests_until_s(self, source: Source) -> float:
-        """Time at which a place's host may be tried again, in seconds of the monotonic clock."""
+    def retry_at_s(self, source: Source) -> float:
+        """Return when a location's host may be tried again, in seconds of the monotonic clock."""
         return self._rests.get(source.origin, (0, 0.0))[1]
 
-    def worked(self, source: Source) -> None:
-        """Note that a host was reached."""
+    def record_success(self, source: Source) -> None:
         self._rests.pop(source.origin, None)
 
-    def failed(self, source: Source) -> None:
-        """Let a host rest."""
+    def record_failure(self, source: Source) -> None:
         failures = self._rests.get(source.origin, (0, 0.0))[0]
         rest_s = min(REST_S * 2.0 ** min(failures, 20), REST_MOST_S)
         self._rests[source.origin] = (failures + 1, time.monotonic() + rest_s)
 
     @contextmanager
-    def connected(self, source: Source) -> Iterator[http.client.HTTPConnection]:
-        """A connection to a place, closed at the end.
+    def open_connection(self, source: Source) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection to a location, closed at the end.
 
         Raises:
-            CarrierError: the place's certificate is not to be trusted.
-            OSError: the place is not reached.
+            CarrierError: If the certificate of the location is not trusted.
+            OSError: If the location cannot be reached.
         """
         try:
             parts = urlsplit(source.url)
@@ -114,14 +112,14 @@ class Reach:
             raise CarrierError(f"{source.origin} is no host and port", later=False) from None
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
-            context = self._context(source)
+            context = self._tls_context(source)
             connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
             connection.connect()
             if source.token and isinstance(connection.sock, ssl.SSLSocket):
-                peer = peer_of(connection.sock)
+                peer = common_name_of_peer(connection.sock)
                 if peer != COORDINATOR:
                     raise CarrierError(f"{source.origin} is {peer or 'somebody'!r}, not the coordinator", later=False)
             connection.sock.settimeout(STALL_S)
@@ -129,10 +127,10 @@ class Reach:
         finally:
             connection.close()
 
-    def _context(self, source: Source) -> ssl.SSLContext:
+    def _tls_context(self, source: Source) -> ssl.SSLContext:
         try:
             if source.token and self._identity is not None:
-                return self._identity.context(server=False)
+                return self._identity.tls_context(server=False)
             if source.token:
                 raise CarrierError(f"{source.origin} wants a certificate, and this board has none", later=False)
             context = ssl.create_default_context()
@@ -146,31 +144,33 @@ class Reach:
 # -- fetching -------------------------------------------------------------------------------------
 
 
-def fetch(reach: Reach, sources: Sequence[Source], intake: Intake) -> None:
-    """Fetch what an intake misses, from the first place that is reached, and finish it.
+def fetch_blob(reach: Reach, sources: Sequence[Source], intake: Intake) -> None:
+    """Fetch the missing bytes from the first location that works, and finish the blob.
 
     Raises:
-        CarrierError: no place works.
-        ContentError: other bytes came than the manifest's.
-        ClosedError: they are not wanted any more.
-        StoreError: the disk refuses.
+        CarrierError: If no location works.
+        ContentError: If the bytes do not match the manifest.
+        ClosedError: If the blob is no longer required.
+        StoreError: If the disk refuses.
     """
-    turn = intake.turn()
-    _first(reach, sources, lambda source: _fetch(reach, source, intake, turn), lambda source: intake.moved)
+    turn = intake.replace_writer()
+    _try_locations(
+        reach, sources, lambda source: _fetch_ranges(reach, source, intake, turn), lambda source: intake.moved
+    )
     intake.finish(turn)
 
 
-def _fetch(reach: Reach, source: Source, intake: Intake, turn: int) -> None:
-    while (due := intake.due()) is not None:
-        with reach.connected(source) as connection:
-            connection.putrequest("GET", _target(source), skip_accept_encoding=True)
+def _fetch_ranges(reach: Reach, source: Source, intake: Intake, turn: int) -> None:
+    while (due := intake.next_range()) is not None:
+        with reach.open_connection(source) as connection:
+            connection.putrequest("GET", _request_target(source), skip_accept_encoding=True)
             connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
-            _authorize(connection, source)
+            _add_authorization(connection, source)
             connection.endheaders()
             with connection.getresponse() as answer:
-                _require(source, answer, (200, 206))
+                _require_status(source, answer, (200, 206))
                 _require_range(source, answer, due, intake.ref)
-                pour(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+                read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
 
 
 def _require_range(source: Source, answer: http.client.HTTPResponse, due: tuple[int, int], ref: BlobRef) -> None:
@@ -182,11 +182,11 @@ def _require_range(source: Source, answer: http.client.HTTPResponse, due: tuple[
         raise CarrierError(f"{source.origin} answers with {answer.length} bytes instead of the range's", later=False)
 
 
-def pour(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int = PIECE) -> None:
-    """Read `size` bytes from a buffered file of a socket, and pass them on in large pieces.
+def read_pieces(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int = PIECE) -> None:
+    """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
 
     Raises:
-        OSError: the bytes do not come, or too slowly; those that have come are passed on first.
+        OSError: If the bytes do not arrive or arrive too slowly. Bytes that have arrived are passed on first.
     """
     buffer, pace = memoryview(bytearray(min(piece, size))), Pace()
     filled = 0
@@ -195,7 +195,7 @@ def pour(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int
             got = file.readinto1(buffer[filled : min(len(buffer), filled + size)])
             if not got:
                 raise ConnectionError("the other side hung up")
-            pace.moved(got)
+            pace.count_bytes(got)
             filled, size = filled + got, size - got
             if filled == len(buffer) or not size:
                 done, filled = filled, 0
@@ -208,18 +208,18 @@ def pour(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int
 # -- putting --------------------------------------------------------------------------------------
 
 
-def put(reach: Reach, sources: Sequence[Source], file: int, ref: BlobRef, moved: Callable[[int], None]) -> int:
-    """Send a blob to the first place that is reached; returns its index.
+def upload_blob(reach: Reach, sources: Sequence[Source], file: int, ref: BlobRef, moved: Callable[[int], None]) -> int:
+    """Upload a blob to the first location that works. Return the location's index.
 
     Args:
-        reach: of this process.
-        sources: the places.
-        file: descriptor of the blob's file.
-        ref: the blob.
-        moved: called with the number of bytes of each piece that has gone.
+        reach: The connection pool of this process.
+        sources: The locations.
+        file: A descriptor of the blob's file.
+        ref: The reference of the blob.
+        moved: A function that is called with the size of each piece sent.
 
     Raises:
-        CarrierError: no place takes it.
+        CarrierError: If no location accepts the blob.
     """
     tries: dict[str, int] = {}
     gone: dict[str, int] = {}
@@ -228,41 +228,41 @@ def put(reach: Reach, sources: Sequence[Source], file: int, ref: BlobRef, moved:
         first = tries.setdefault(source.url, 0) == 0
         tries[source.url] += 1
 
-        def note(size: int) -> None:
+        def count_sent(size: int) -> None:
             gone[source.url] = gone.get(source.url, 0) + size
             moved(size)
 
-        start = source.start if first or not source.token else _offset(reach, source, ref)
+        start = source.start if first or not source.token else _request_upload_offset(reach, source, ref)
         if start < ref.size:  # else the reply to the last bytes was lost
-            _put(reach, source, file, ref, start, note)
+            _upload_to(reach, source, file, ref, start, count_sent)
 
     # a store takes a blob as a whole: what has gone before a connection broke is lost
-    return _first(reach, sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
+    return _try_locations(reach, sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
 
 
-def _put(reach: Reach, source: Source, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]) -> None:
-    with reach.connected(source) as connection:
-        connection.putrequest("PUT", _target(source), skip_accept_encoding=True)
+def _upload_to(reach: Reach, source: Source, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]) -> None:
+    with reach.open_connection(source) as connection:
+        connection.putrequest("PUT", _request_target(source), skip_accept_encoding=True)
         connection.putheader("Content-Length", str(ref.size - start))
         if source.token:
             connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
-        _authorize(connection, source)
+        _add_authorization(connection, source)
         with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
             connection.endheaders()
             send_file(connection.sock, file, start, ref.size - start, moved)
         with connection.getresponse() as answer:
             if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
                 raise ConnectionError("it is further than it said")
-            _require(source, answer, (200, 201, 204))
+            _require_status(source, answer, (200, 201, 204))
 
 
-def _offset(reach: Reach, source: Source, ref: BlobRef) -> int:
-    with reach.connected(source) as connection:
-        connection.putrequest("HEAD", _target(source), skip_accept_encoding=True)
-        _authorize(connection, source)
+def _request_upload_offset(reach: Reach, source: Source, ref: BlobRef) -> int:
+    with reach.open_connection(source) as connection:
+        connection.putrequest("HEAD", _request_target(source), skip_accept_encoding=True)
+        _add_authorization(connection, source)
         connection.endheaders()
         with connection.getresponse() as answer:
-            _require(source, answer, (200, 204))
+            _require_status(source, answer, (200, 204))
             said = answer.getheader(_OFFSET, "")
     if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
         raise CarrierError(f"{source.origin} does not say how far the upload came", later=False)
@@ -272,10 +272,10 @@ def _offset(reach: Reach, source: Source, ref: BlobRef) -> int:
 def send_file(
     sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Send bytes of a file, by the kernel where there is no TLS.
+    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used.
 
     Raises:
-        OSError: the other side takes none, or too slowly.
+        OSError: If the peer accepts no bytes, or too slowly.
     """
     pace, end = Pace(), offset + size
     sealed = isinstance(sock, ssl.SSLSocket)
@@ -290,60 +290,58 @@ def send_file(
             if not sent:
                 raise ConnectionError("the file is shorter than it was")
             offset += sent
-            pace.moved(sent)
+            pace.count_bytes(sent)
             moved(sent)
 
 
 # -- neither ---------------------------------------------------------------------------------------
 
 
-def ask(reach: Reach, method: str, source: Source) -> tuple[int, str]:
-    """Status and date of a place's answer to a request without a body.
+def send_request(reach: Reach, method: str, source: Source) -> tuple[int, str]:
+    """Return the status and date of a location's answer to a request without a body.
 
     Raises:
-        CarrierError: the place does not answer.
+        CarrierError: If the location does not answer.
     """
     found: list[tuple[int, str]] = []
 
     def attempt(source: Source) -> None:
-        with reach.connected(source) as connection:
-            connection.request(method, _target(source))
+        with reach.open_connection(source) as connection:
+            connection.request(method, _request_target(source))
             with connection.getresponse() as answer:
                 found.append((answer.status, answer.getheader("Date", "")))
 
-    _first(reach, (source,), attempt, lambda source: 0)
+    _try_locations(reach, (source,), attempt, lambda source: 0)
     return found[0]
 
 
 # -- both -----------------------------------------------------------------------------------------
 
 
-def _first(
+def _try_locations(
     reach: Reach,
     sources: Sequence[Source],
     attempt: Callable[[Source], None],
     gained: Callable[[Source], int],
 ) -> int:
-    """Attempt one place after another until one works; returns its index."""
     failures: list[CarrierError] = []
     for index, source in enumerate(sources):
-        if reach.rests_until_s(source) > time.monotonic():
+        if reach.retry_at_s(source) > time.monotonic():
             failures.append(CarrierError(f"{source.origin} was not reached a short while ago", later=True))
             continue
         try:
-            _persist(reach, source, attempt, gained)
+            _retry(reach, source, attempt, gained)
         except CarrierError as error:
             failures.append(error)
             if error.later:
-                reach.failed(source)
+                reach.record_failure(source)
         else:
-            reach.worked(source)
+            reach.record_success(source)
             return index
     raise CarrierError("; ".join(map(str, failures)), later=any(each.later for each in failures))
 
 
-def _persist(reach: Reach, source: Source, attempt: Callable[[Source], None], gained: Callable[[Source], int]) -> None:
-    """Attempt a place, and again after a connection that brought something has broken: at once, or after a pause."""
+def _retry(reach: Reach, source: Source, attempt: Callable[[Source], None], gained: Callable[[Source], int]) -> None:
     misses, begun = 0, gained(source)
     while True:
         before = gained(source)
@@ -353,28 +351,28 @@ def _persist(reach: Reach, source: Source, attempt: Callable[[Source], None], ga
             misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
             broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
             if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
-                raise CarrierError(f"{source.origin} cannot be used ({_why(error)})", later=True) from None
-            log.debug("%s broke off (%s): it is gone on with", source.origin, _why(error))
+                raise CarrierError(f"{source.origin} cannot be used ({_describe_failure(error)})", later=True) from None
+            log.debug("%s broke off (%s): it is gone on with", source.origin, _describe_failure(error))
             if misses > broke:  # one that broke before it brought anything is tried again at once
                 reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
 
 
-def _why(error: Exception) -> str:
-    """Reason for a place's failure in this side's words: an answer may hold line ends and a terminal's commands."""
-    return why(error) if isinstance(error, OSError) else "what it answers is not HTTP"
+def _describe_failure(error: Exception) -> str:
+    # No text of the server is quoted, because it may contain line ends and terminal commands.
+    return describe_exception(error) if isinstance(error, OSError) else "what it answers is not HTTP"
 
 
-def _target(source: Source) -> str:
+def _request_target(source: Source) -> str:
     parts = urlsplit(source.url)
     return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
 
-def _authorize(connection: http.client.HTTPConnection, source: Source) -> None:
+def _add_authorization(connection: http.client.HTTPConnection, source: Source) -> None:
     if source.token:
         connection.putheader("Authorization", f"Bearer {source.token}")
 
 
-def _require(source: Source, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
+def _require_status(source: Source, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
     if answer.status not in statuses:
         busy = answer.status in _BUSY
         said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"

@@ -1,7 +1,7 @@
-"""Order in which devices send what takes room on this side's disk until it has been worked on: pure, no I/O.
+"""Order of the devices' uploads, which take disk space until they are processed. Pure, no I/O.
 
-First come, first served, within a number of bytes: of what is sent now, and of what is here and not worked on yet. A
-device whose transfer stalls goes to the end.
+Uploads are served in order of arrival, within a limit on the bytes that are being sent or not processed yet. A device
+whose transfer stalls goes to the end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ LEAST: Final = 2  # devices whose turn it may be, whatever the bytes: one sends 
 
 
 class Queue:
-    """Devices that wait for their turn to send, and devices whose turn it is.
+    """Queue of devices that wait to upload, and devices that are uploading.
 
-    A device keeps its place until all its blobs have arrived and `pace` has counted them as here.
+    A device keeps its turn until all its blobs have arrived and are counted by `set_unprocessed`.
     """
 
     def __init__(self) -> None:
@@ -26,29 +26,28 @@ class Queue:
         self._sends: dict[str, int] = {}  # device -> bytes
         self._sends_bytes = 0
         self._held_s: dict[str, float] = {}  # device -> seconds that it waited for its first turn
-        self._left: set[str] = set()  # devices of which nothing is to come, since the last `pace`
+        self._left: set[str] = set()  # devices of which nothing is to come, since the last `set_unprocessed`
         self._news: dict[str, bool] = {}  # device -> whether it waits, as far as that is another thing than before
 
     def __bool__(self) -> bool:
-        """Whether a device waits."""
         return bool(self._waits)
 
-    def pace(self, here: int, here_bytes: int, most_bytes: float) -> None:
-        """Note how much is here and not worked on yet, which takes the place of what has come since the last call.
+    def set_unprocessed(self, here: int, here_bytes: int, most_bytes: float) -> None:
+        """Set the amount of uploads that are stored and not processed yet.
 
         Args:
-            here: number of devices that sent it.
-            here_bytes: its size.
-            most_bytes: most of it, and of what is sent at a time.
+            here: The number of devices whose uploads these are.
+            here_bytes: The size of these uploads.
+            most_bytes: The limit on the sum of `here_bytes` and the uploads under way.
         """
         self._here, self._here_bytes, self._most_bytes = here, here_bytes, most_bytes
         for device in self._left - self._wanted.keys():
-            self._end(device)
+            self._end_turn(device)
             self._held_s.pop(device, None)
         self._left.clear()
 
-    def join(self, device: str, sha256: str, size: int) -> bool:
-        """Let a device send a blob in its turn; whether its turn it is already."""
+    def add_blob(self, device: str, sha256: str, size: int) -> bool:
+        """Queue a blob of a device. Return whether the device may send now."""
         self._wanted.setdefault(device, {})[sha256] = size
         if device in self._sends:
             more = max(sum(self._wanted[device].values()) - self._sends[device], 0)
@@ -60,16 +59,13 @@ class Queue:
             self._came.append(device)
         return False
 
-    def has(self, device: str, sha256: str) -> bool:
-        """Whether a blob is to come in turn."""
+    def contains(self, device: str, sha256: str) -> bool:
         return sha256 in self._wanted.get(device, ())
 
-    def of(self, device: str) -> list[str]:
-        """Blobs (sha256) that a device has to send in its turn."""
+    def pending_blobs(self, device: str) -> list[str]:
         return list(self._wanted.get(device, ()))
 
-    def leave(self, device: str, sha256: str) -> None:
-        """Note that a blob is here, or is not to come any more."""
+    def remove_blob(self, device: str, sha256: str) -> None:
         wanted = self._wanted.get(device, {})
         if wanted.pop(sha256, None) is not None and not wanted:
             del self._wanted[device]
@@ -77,8 +73,8 @@ class Queue:
             self._news.pop(device, None)
             self._left.add(device)
 
-    def begin(self, now_s: float) -> list[str]:
-        """Devices whose turn begins now."""
+    def start_turns(self, now_s: float) -> list[str]:
+        """Start the turns of waiting devices within the limit. Return these devices."""
         begun = []
         while self._waits and self._fits(size := sum(self._wanted[next(iter(self._waits))].values())):
             device = next(iter(self._waits))
@@ -95,21 +91,19 @@ class Queue:
         self._came.clear()
         return begun
 
-    def sends(self, device: str) -> bool:
-        """Whether it is a device's turn, and not all is here."""
+    def is_sending(self, device: str) -> bool:
         return device in self._sends and device in self._wanted
 
-    def stall(self, device: str, now_s: float) -> None:
-        """Take a device's turn, and let it wait behind all others."""
-        self._end(device)
+    def move_to_end(self, device: str, now_s: float) -> None:
+        self._end_turn(device)
         self._waits[device], self._news[device] = now_s, True
 
-    def held_s(self, device: str) -> float:
-        """Seconds that a device had to wait for its first turn, as long as not all is here; infinite while it does."""
+    def waiting_s(self, device: str) -> float:
+        """Return the seconds a device waited for its first turn, or infinity while it waits."""
         return self._held_s.get(device, math.inf if device in self._waits else 0.0)
 
-    def take_news(self) -> dict[str, bool]:
-        """Devices that wait since the last call (True), or have waited and send now (False)."""
+    def take_changes(self) -> dict[str, bool]:
+        """Return the devices that began to wait (True) or to send (False) since the last call."""
         news, self._news = self._news, {}
         return news
 
@@ -117,5 +111,5 @@ class Queue:
         few = self._here + len(self._sends) < LEAST
         return few or self._here_bytes + self._sends_bytes + size <= self._most_bytes
 
-    def _end(self, device: str) -> None:
+    def _end_turn(self, device: str) -> None:
         self._sends_bytes -= self._sends.pop(device, 0)

@@ -1,4 +1,4 @@
-"""Chunks and manifests for those who request them: what one side of `fedquilt.blobs.transfer` sends."""
+"""Sending of requested chunks and manifests, a part of `fedquilt.blobs.transfer`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4
 
 
 class Sender:
-    """Sends the chunks and manifests that are requested, as the link takes them.
+    """Sender of requested chunks and manifests, at the speed of the link.
 
     Args:
-        link: to the devices, or to the coordinator.
-        depot: store of the blobs that are sent.
-        topics: of the fleet.
-        direction: the way this side publishes.
-        allowed: `allowed(device, sha256)`: may be sent to (or by) this device.
-        budget_bytes: most of chunks that wait in the link.
-        streaming: ways beside the link, offered with each blob of several chunks.
-        strain: `strain(device, seconds)` is called with the work that a device's requests make.
+        link: The link to the devices or to the coordinator.
+        depot: The store of the blobs to send.
+        topics: The topics of the fleet.
+        direction: The direction in which this side publishes.
+        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
+        budget_bytes: The limit on chunks that wait in the link.
+        streaming: The transfers outside the link, offered for each blob of several chunks.
+        strain: A function `strain(device, seconds)` that charges processing time to a device.
     """
 
     def __init__(
@@ -66,59 +66,48 @@ class Sender:
         self._waiting: dict[str, dict[str, wire.Get]] = {}  # blob that is being cut -> device -> its latest request
 
     def __bool__(self) -> bool:
-        """Whether something waits to be cut or sent."""
         return bool(self._serve) or bool(self._cutting)
 
-    def answer(self, device: str, get: wire.Get) -> None:
-        """Take a device's request; what it may not have is refused."""
+    def handle_request(self, device: str, get: wire.Get) -> None:
         try:
-            manifest = self._manifest(device, get.sha256, get.chunk)
+            manifest = self._find_or_build_manifest(device, get.sha256, get.chunk)
         except FedquiltError as error:
             return self._publish_missing(device, get.sha256, str(error))
         if manifest is None:
             self._waiting.setdefault(get.sha256, {})[device] = get
             return None
-        if chunks.count(manifest) > 1:
-            self._streaming.offer(device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices)
+        if chunks.chunk_count(manifest) > 1:
+            self._streaming.offer_locations(
+                device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices
+            )
         if get.indices and manifest.chunk == get.chunk:
             for index in get.indices:
-                if index < chunks.count(manifest):
-                    self._serve.ask(Item(device, get.sha256, manifest.chunk, index))
+                if index < chunks.chunk_count(manifest):
+                    self._serve.add(Item(device, get.sha256, manifest.chunk, index))
         else:  # also when our packets have become smaller since the manifest was sent
-            self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
+            self._serve.add(Item(device, get.sha256, manifest.chunk, MANIFEST))
         return None
 
-    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest | None:
-        """Manifest of a blob for a device that accepts chunks of `asked` bytes; None: it is being cut.
-
-        Raises:
-            StoreError: the device may not have it, or it is not here (any more).
-            LinkError: too large for this broker.
-        """
+    def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest | None:
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
         ref = self._depot.ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
-        chunk = chunks.agreed(chunks.chunk_for(self._link.max_payload), asked)
+        chunk = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), asked)
         key = sha256, chunk
         if key not in self._manifests and key not in self._cutting:
-            read = partial(self._depot.read, sha256)
+            read = partial(self._depot.read_range, sha256)
             self._cutting[key] = device, Cutting(ref, chunk, read)
-            self._cut_on(key)
+            self._continue_building(key)
         if key in self._manifests:
             self._manifests[key] = self._manifests.pop(key)  # as the latest
         return self._manifests.get(key)
 
-    def _cut_on(self, key: tuple[str, int]) -> bool:
-        """Go on with a blob that is being cut; returns whether its manifest is there now.
-
-        Raises:
-            StoreError: it cannot be read, or is damaged; it is not cut any further.
-        """
+    def _continue_building(self, key: tuple[str, int]) -> bool:
         device, cutting = self._cutting[key]
         try:
-            manifest = cutting.go_on(CUT_BYTES)
+            manifest = cutting.hash_chunks(CUT_BYTES)
         except StoreError as error:
             del self._cutting[key]
             if isinstance(error, chunks.DamagedBlobError):
@@ -137,54 +126,48 @@ class Sender:
         return True
 
     def step(self) -> None:
-        """Cut some of a blob that was asked for, and send as much as the link takes."""
+        """Build some of one manifest, and send as much as the link accepts."""
         if self._cutting:
             key = next(iter(self._cutting))
             try:
-                ended, reason = self._cut_on(key), ""
+                ended, reason = self._continue_building(key), ""
             except StoreError as error:
                 ended, reason = True, str(error)
             for device, get in self._waiting.pop(key[0], {}).items() if ended else ():
-                self._publish_missing(device, get.sha256, reason) if reason else self.answer(device, get)
-        while (item := self._serve.take(self._link.backlog)) is not None:
-            self._send(item)
+                self._publish_missing(device, get.sha256, reason) if reason else self.handle_request(device, get)
+        while (item := self._serve.take_next(self._link.backlog)) is not None:
+            self._send_item(item)
 
-    def _send(self, item: Item) -> None:
+    def _send_item(self, item: Item) -> None:
         device, sha256, index = item.device, item.sha256, item.index
         try:
-            manifest = self._manifest(device, sha256, item.chunk)
+            manifest = self._find_or_build_manifest(device, sha256, item.chunk)
             if manifest is None:  # it was forgotten, and is being cut anew
                 indices = () if index == MANIFEST else (index,)
-                self.answer(device, wire.Get(sha256=sha256, chunk=item.chunk, indices=indices))
+                self.handle_request(device, wire.Get(sha256=sha256, chunk=item.chunk, indices=indices))
             elif index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
             elif manifest.chunk == item.chunk:
                 if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
-                    payload = self._depot.read(sha256, *chunks.extent(manifest, index))
+                    payload = self._depot.read_range(sha256, *chunks.chunk_extent(manifest, index))
                     self._latest = (sha256, item.chunk, index), payload
                 payload = self._latest[1]
-                self._require_sound(item, manifest, payload)
-                topic = self._topics.chunk(device, self._direction, sha256, index)
+                self._verify_resent_chunk(item, manifest, payload)
+                topic = self._topics.chunk_topic(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
                 self.sent_bytes[device] += len(payload)
         except FedquiltError as error:
             self._publish_missing(device, sha256, str(error))
 
-    def _require_sound(self, item: Item, manifest: wire.Manifest, payload: bytes) -> None:
-        """Hash a chunk that is asked for a second time: it may have arrived damaged because it is damaged here.
-
-        To hash each chunk that is sent takes half a millisecond, for every device again.
-
-        Raises:
-            DamagedBlobError: it is; the blob is out of use.
-        """
+    def _verify_resent_chunk(self, item: Item, manifest: wire.Manifest, payload: bytes) -> None:
+        # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
         if item not in self._sent:
             if len(self._sent) >= _SENT_MOST:
                 self._sent.clear()
             self._sent.add(item)
             return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
         self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
-        if not chunks.is_chunk(manifest, item.index, payload):
+        if not chunks.is_valid_chunk(manifest, item.index, payload):
             self._manifests.pop((item.sha256, item.chunk), None)
             self._latest = ("", 0, 0), b""
             self._depot.discard_damaged(item.sha256)
@@ -196,4 +179,4 @@ class Sender:
         self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=shorten_error(reason)))
 
     def _publish(self, device: str, leaf: str, message: Wired) -> None:
-        self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))
+        self._link.publish(self._topics.device_topic(device, self._direction, leaf), wire.encode(message))

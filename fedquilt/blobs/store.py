@@ -1,26 +1,24 @@
-"""Folder of blobs by content: each file's name is the sha256 of its bytes.
+"""Blob store: a folder of files that are named by the sha256 of their bytes.
 
-    <sha256>          whole: verified, on disk, never changed
+    <sha256>          complete: verified, on disk, never changed
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
-    <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
-    <random>.tmp      being written by `put` or `put_file`, removed after a day if its process was killed
-    <random>.own      the same, by the process that has the folder `open_as_owner`, whose next start removes it
-    small.pack        small blobs that one process stores and drops soon (`stow`), once it has the depot alone
+    <sha256>.damaged  formerly complete, now with other bytes: out of use, and removed after a day
+    <random>.tmp      being written, removed after a day if its process was killed
+    <random>.own      the same, by the process that called `open_as_owner`, removed at its next start
+    small.pack        small blobs that the owner stores and soon removes (`store_small`)
 
-A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
-process is killed or the power fails, a file with that name is whole. A part carries no record of
-its chunks: a record could claim data that a power cut lost. `resume` asks the file
-system where there is data and believes only what matches the manifest.
+A file gets its final name only when its bytes are verified and on the disk, so a file with that name is complete
+whenever the process is killed or the power fails. A part has no record of its chunks, which could claim data that a
+power cut lost. `open_part` gets the written ranges from the file system and verifies them with the manifest.
 
-What a disk gives back need not be what it was given, and a bit that flips changes no time of its file. So a blob is
-hashed whenever it is opened (`load`, `verified_path`), and what is damaged counts as absent: it is fetched or made
-again, or refused. For `has`, in a depot that is not durable, and for a file whose reader hashes it, once an hour will
-do. Who receives a part (`read`) checks it.
+A disk may return other bytes than were written, and a flipped bit does not change the times of a file. So a blob is
+hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. For `has_blob`, in a store
+that is not durable, and for a file whose reader hashes it, once an hour is enough. The receiver of a part checks it.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 
-A work item of another thread names blobs in its result, which the owner records later. Whatever it stores or finds is
-pinned until then (`pin_during`), and pinned blobs are not removed.
+A work item of another thread names blobs in its result, which the owner records later. Blobs that the work item stores
+or finds are pinned until then (`pin_during`), and pinned blobs are not removed.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.explained import Explained
 from fedquilt.blobs.freeing import Freeing
-from fedquilt.blobs.pack import Pack, copy_of
+from fedquilt.blobs.pack import Pack, read_foreign_blob
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.disk import REAL, Disk, Found, Place
@@ -57,16 +55,16 @@ SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of
 
 
 class Depot:
-    """Folder of blobs; several processes may use it at once.
+    """Folder of blobs. Several processes may use the folder at once.
 
     Args:
-        disk: where the folder is.
-        make: create the folder if it does not exist.
-        durable: wait for the disk, so that files with their final name also survive a power failure. On virtual time,
-            where a killed run is simply repeated, it is enough to survive a killed process.
+        disk: The disk that holds the folder.
+        make: Whether to create the folder if it does not exist.
+        durable: Whether to sync files before they get their final name, so that they survive a power failure. In a
+            simulation it is enough to survive a killed process.
 
     Raises, from every method:
-        StoreError: it cannot be read or written; says what, where and the mend.
+        StoreError: If the folder cannot be read or written.
     """
 
     def __init__(
@@ -91,12 +89,12 @@ class Depot:
         self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
         with self._doing("make the folder"):
             if make:
-                (disk.settle if durable else disk.make)(folder)
+                (disk.make_durable_folder if durable else disk.make_folder)(folder)
             self._unsynced = durable and make  # an earlier process may have ended before it synced the last names
             self._pack = None if durable else Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def open_as_owner(self) -> None:
-        """Open the depot as the only process that stows blobs, so that small ones share a file.
+        """Open the blob store as the only process that stores small blobs in one file.
 
         Files that the last such process was writing when it was killed are removed.
         """
@@ -108,11 +106,10 @@ class Depot:
                     if found.name.endswith(".own"):
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
-    def settle(self) -> None:
-        """Wait until every stowed blob is on the disk, if the depot is durable."""
+    def sync_small_blobs(self) -> None:
         if self._pack is not None and self._durable:
             with self._doing("store blobs"):
-                self._pack.settle()
+                self._pack.sync()
 
     # -- pins --
 
@@ -122,7 +119,7 @@ class Depot:
         """Return a work item and its callback, wrapped so that the item's blobs are pinned until both have run."""
         pins = set[str]()
 
-        def pinned() -> T:
+        def run_pinned() -> T:
             with self._pin_lock:
                 self._pins[id(pins)] = pins
             self._item.pins = pins
@@ -131,22 +128,21 @@ class Depot:
             finally:
                 del self._item.pins
 
-        def decided(result: Callable[[], T], now_s: float) -> None:
+        def call_and_unpin(result: Callable[[], T], now_s: float) -> None:
             try:
                 then(result, now_s)
             finally:
                 with self._pin_lock:
                     self._pins.pop(id(pins), None)
 
-        return pinned, decided
+        return run_pinned, call_and_unpin
 
     def pinned_blobs(self) -> set[str]:
-        """Return the sha256 of the blobs that are pinned."""
         with self._pin_lock:
             return set[str]().union(*self._pins.values())
 
     def _pin(self, sha256: str) -> None:
-        """Pin a blob for the work item of this thread, if any, before the blob is looked for."""
+        # Before the blob is looked up, so that no other thread removes it in between.
         pins: set[str] | None = getattr(self._item, "pins", None)
         if pins is not None:
             with self._pin_lock:
@@ -157,35 +153,37 @@ class Depot:
 
     # -- what is here --
 
-    def path(self, sha256: str) -> Path | None:
-        """Path of a whole blob, which gets a file if it has none; None: it is not here, or damaged."""
+    def blob_path(self, sha256: str) -> Path | None:
+        """Return the path of a blob, or None if missing or damaged."""
         found = self.verified_path(sha256)
         return None if found is None else Path(found)
 
     def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
-        """Return the path of a whole blob, or None without one. With `compared` the caller hashes what it reads."""
-        path = self._at(sha256)
+        """Return the path of a blob, or None if missing or damaged.
+
+        A small blob gets a file first. With `compared`, the caller hashes the file itself.
+        """
+        path = self._file_path(sha256)
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
-                if self._sound(sha256, opens=self._durable and not compared) is not None:
+                if self._verified_file(sha256, opens=self._durable and not compared) is not None:
                     return path
-            if (payload := self.packed(sha256)) is not None:
-                self._store(payload, sha256)
+            if (payload := self.load_packed(sha256)) is not None:
+                self._store_payload(payload, sha256)
         return None if payload is None else path
 
     def ref(self, sha256: str) -> BlobRef | None:
-        """Return the reference of a whole blob, which is not read, or None if it is missing."""
         self._pin(sha256)
-        if self._pack is not None and (size := self._pack.size(sha256)) is not None:
+        if self._pack is not None and (size := self._pack.blob_size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
         found = None
         with suppress(OSError):
-            found = self.disk.stat(self._at(sha256))
+            found = self.disk.stat(self._file_path(sha256))
         return None if found is None else BlobRef(sha256=sha256, size=found.size)
 
-    def has(self, ref: BlobRef) -> bool:
-        """Whether the whole blob is here, undamaged; not where the disk does not say."""
+    def has_blob(self, ref: BlobRef) -> bool:
+        """Return whether a blob is stored and undamaged. Disk errors count as missing."""
         with suppress(StoreError):
             return self.is_intact(ref)
         return False
@@ -193,36 +191,35 @@ class Depot:
     def is_intact(self, ref: BlobRef) -> bool:
         """Return whether the whole blob is here and undamaged. Raise StoreError if the disk fails."""
         self._pin(ref.sha256)
-        if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
+        if self._pack is not None and (size := self._pack.blob_size(ref.sha256)) is not None:
             return size == ref.size
         with self._doing(f"look for blob {ref.sha256[:12]}"):
-            if (found := self._sound(ref.sha256)) is not None:
-                self._sync_names()
+            if (found := self._verified_file(ref.sha256)) is not None:
+                self._sync_folder()
         return found is not None and found.size == ref.size
 
-    def doubt(self) -> None:
-        """Hash every blob again when it is opened next: something has failed that may be a disk's fault."""
+    def forget_verifications(self) -> None:
+        """Hash every blob again at its next use, after a failure that a disk may have caused."""
         self._verified.forget()
 
     def discard_damaged(self, sha256: str) -> None:
-        """Put a damaged blob out of use, so that it can be stored again."""
         with self._doing(f"put the damaged blob {sha256[:12]} aside"):
             if self._pack is not None and sha256 in self._pack:
-                return self._pack.drop(sha256)
-            if self.disk.is_file(self._at(sha256)):
-                self._set_aside(sha256)
+                return self._pack.remove_blob(sha256)
+            if self.disk.is_file(self._file_path(sha256)):
+                self._move_damaged_aside(sha256)
 
-    def read(self, sha256: str, offset: int, size: int) -> bytes:
-        """`size` bytes of a whole blob from `offset`; fewer at its end."""
+    def read_range(self, sha256: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a blob from `offset`, fewer at its end. The bytes are not verified."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
-                return self._pack.read(sha256, offset, size)
-            return self.disk.read(self._at(sha256), offset, size)
+                return self._pack.read_range(sha256, offset, size)
+            return self.disk.read(self._file_path(sha256), offset, size)
 
-    def opened(self, sha256: str) -> int:
-        """Descriptor of a whole blob's file, for reading; who receives its bytes checks them, as of `read`."""
+    def open_blob_file(self, sha256: str) -> int:
+        """Return a descriptor of a blob's file for reading. The bytes are not verified."""
         with self._doing(f"read blob {sha256[:12]}"):
-            return self.disk.open_for_reading(self._at(sha256))
+            return self.disk.open_for_reading(self._file_path(sha256))
 
     def load(self, sha256: str) -> bytes | None:
         """Return the bytes of a whole blob, or None if it is missing or damaged."""
@@ -231,134 +228,134 @@ class Depot:
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.load(sha256)
             try:
-                hashed = not self._durable and self._sound(sha256) is not None
-                if (payload := self._verified.load(self._at(sha256), sha256, hashed=hashed)) is None:
-                    self._set_aside(sha256)
+                hashed = not self._durable and self._verified_file(sha256) is not None
+                if (payload := self._verified.load(self._file_path(sha256), sha256, hashed=hashed)) is None:
+                    self._move_damaged_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
-                return self.packed(sha256)
+                return self.load_packed(sha256)
 
-    def packed(self, sha256: str) -> bytes | None:
-        """Return a small blob that this process or the depot's owner has stowed, or None if missing or damaged."""
+    def load_packed(self, sha256: str) -> bytes | None:
+        """Return a small blob from the pack file, or None if missing or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
-            return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
+            return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
 
     # -- whole blobs --
 
-    def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store bytes and return their reference. In a durable depot they are then on the disk.
+    def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store bytes and return their reference. In a durable store the bytes are then on the disk.
 
         Raises:
-            DamagedBlobError: they are not the blob `expected`, and have not been stored.
+            DamagedBlobError: If the bytes are not the blob `expected`. They are not stored then.
         """
-        ref = chunks.reference(payload, expected)
+        ref = chunks.ref_from_bytes(payload, expected)
         self._pin(ref.sha256)
         with suppress(OSError):  # then it is stored
-            if self._sound(ref.sha256) is not None:  # a stowed blob may be dropped by its user
-                self._sync_names()
+            if self._verified_file(ref.sha256) is not None:  # a stowed blob may be dropped by its user
+                self._sync_folder()
                 return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
-            self._store(payload, ref.sha256)
+            self._store_payload(payload, ref.sha256)
         return ref
 
-    def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store like `put` a blob that only this process drops, and soon: small ones get no file of their own.
+    def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store a blob that only this process removes, and soon. Small blobs share one file.
 
-        In a durable depot they do unless this process is `open_as_owner`, and are on the disk after `settle` alone.
+        In a durable store this requires `open_as_owner`, and the blob is on the disk only after `sync_small_blobs`.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
-            return self.put(payload, expected)
-        ref = chunks.reference(payload, expected)
-        if not self.has(ref):
-            self.take_over(ref, self.write_unnamed(ref, payload))
+            return self.store_bytes(payload, expected)
+        ref = chunks.ref_from_bytes(payload, expected)
+        if not self.has_blob(ref):
+            self.name_blob(ref, self.write_unnamed(ref, payload))
         return ref
 
-    def put_by(self, write: Callable[[Path], None]) -> BlobRef:
-        """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
+    def store_written(self, write: Callable[[Path], None]) -> BlobRef:
+        """Store a file that the function `write` creates, for content that is too large for memory."""
         with self._doing("store a blob"), self._temporary_path() as path:
             write(Path(path))
-            if not self.has(ref := self._synced(path)):
+            if not self.has_blob(ref := self._sync_and_hash(path)):
                 self._move_into_place(path, ref.sha256)
         return ref
 
     def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob of known digest without naming it yet, and return its place. For the owner only."""
+        """Write a small blob without a name yet, and return its place in the pack file."""
         assert self._pack is not None
         with self._doing(f"store blob {ref.sha256[:12]}"):
-            return self._pack.put(ref.sha256, payload)
+            return self._pack.write_blob(ref.sha256, payload)
 
-    def take_over(self, ref: BlobRef, place: int) -> None:
-        """Make a blob available that was laid by."""
+    def name_blob(self, ref: BlobRef, place: int) -> None:
         assert self._pack is not None
-        self._pack.name(ref.sha256, place, ref.size)
+        self._pack.name_blob(ref.sha256, place, ref.size)
 
-    def give_up(self, ref: BlobRef, place: int) -> None:
-        """Drop a blob that was laid by."""
+    def discard_unnamed(self, ref: BlobRef, place: int) -> None:
         assert self._pack is not None
-        self._pack.release(place, ref.size)
+        self._pack.free_place(place, ref.size)
 
-    def put_untrusted(self, path: Place, expected: BlobRef) -> None:
+    def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
         """Store a copy of a file that another process may still change.
 
         Raises:
-            DamagedBlobError: its content is not `expected`.
-            StoreError: it is a link, a pipe or another special file.
+            DamagedBlobError: If the content is not `expected`.
+            StoreError: If the file is a link, a pipe or another special file.
         """
-        if self.has(expected):
+        if self.has_blob(expected):
             return
         with self._doing(f"store {path}"), self._temporary_path() as temporary:
             digest = self.disk.copy_untrusted(path, temporary, expected.size)
-            self._require_expected(path, self._synced(temporary, digest), expected)
+            self._require_expected(path, self._sync_and_hash(temporary, digest), expected)
             self._move_into_place(temporary, expected.sha256)
 
-    def put_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
-        """Store a file: linked if the file system can, else copied.
+    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+        """Store a file by a hard link if the file system supports links, else by a copy.
 
-        A linked file must not be changed in place afterwards; replacing it is fine. With `move` it is moved
-        instead; it has to be on this file system.
+        A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
+        instead, within one file system.
 
         Raises:
-            DamagedBlobError: its content is not `expected`.
+            DamagedBlobError: If the content is not `expected`.
         """
-        if expected is not None and self.has(expected):
+        if expected is not None and self.has_blob(expected):
             return expected
         with self._doing(f"store {path}"), self._temporary_path() as temporary:
             try:
                 if move:
                     self.disk.replace(path, temporary)
                 else:
-                    self.disk.link(path, temporary)
+                    self.disk.hard_link(path, temporary)
             except OSError:  # another file system, or one without links
                 self.disk.copy(path, temporary)
-            ref = self._synced(temporary)
+            ref = self._sync_and_hash(temporary)
             self._require_expected(path, ref, expected)
-            if not self.has(ref):
+            if not self.has_blob(ref):
                 self._move_into_place(temporary, ref.sha256)
         return ref
 
-    def adopt(self, path: str, ref: BlobRef) -> None:
-        """Take over a file that this process made, whose digest is `ref`'s; it is gone from `path`.
+    def adopt_file(self, path: str, ref: BlobRef) -> None:
+        """Move a file of this process into the store, without hashing or syncing the file.
+
+        For simulated fleets. The digest of the file must be that of `ref`.
 
         For simulated fleets: nothing waits for the disk.
         """
         with self._doing(f"store {path}"):
-            if self.has(ref):
+            if self.has_blob(ref):
                 self.disk.unlink(path)
             else:
-                self.disk.replace(path, self._at(ref.sha256))
-                self._verified.note(self._at(ref.sha256), ref.sha256)
+                self.disk.replace(path, self._file_path(ref.sha256))
+                self._verified.record_verified(self._file_path(ref.sha256), ref.sha256)
 
-    def drop(self, sha256: str) -> None:
-        """Remove a blob, whole or in part, unless it is pinned."""
+    def remove_blob(self, sha256: str) -> None:
+        """Remove a blob and its part, unless pinned."""
         with self._doing(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
             if self._pack is not None and sha256 in self._pack:
-                self._pack.drop(sha256)  # it may have a file as well
-                if not self.disk.is_file(self._at(sha256)):
+                self._pack.remove_blob(sha256)  # it may have a file as well
+                if not self.disk.is_file(self._file_path(sha256)):
                     return
             self._verified.forget(sha256)
-            for path in (self._at(sha256), self._part(sha256)):
+            for path in (self._file_path(sha256), self._part_path(sha256)):
                 self._freeing.unlink(path)
 
     def remove_all_but(self, only: set[str]) -> None:
@@ -367,10 +364,10 @@ class Depot:
         Parts, damaged and temporary files go a day after their last write.
         """
         with self._doing("collect garbage"):
-            for sha256 in () if self._pack is None else set(self._pack.names()) - only:
+            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - only:
                 with self._pin_lock:
                     if not self._is_pinned(sha256):
-                        self._pack.drop(sha256)  # type: ignore[union-attr]
+                        self._pack.remove_blob(sha256)  # type: ignore[union-attr]
             for found in self._depot_entries():
                 sha256, _, kind = found.name.partition(".")
                 stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
@@ -380,58 +377,63 @@ class Depot:
                         self._verified.forget(found.name)
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
-    def unused(self) -> list[tuple[int, str, int]]:
-        """(time of use in ns, sha256, size) of every file of a blob, parts and temporary ones too, oldest first."""
+    def files_by_last_use(self) -> list[tuple[int, str, int]]:
+        """Return (time of last use in ns, sha256, size) of every file, oldest first.
+
+        Parts and temporary files are included.
+        """
         with self._doing("list blobs"):
             return sorted((each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._depot_entries())
 
-    def touch(self, sha256: str) -> None:
-        """Note a use of a blob."""
+    def record_use(self, sha256: str) -> None:
         with self._doing(f"touch blob {sha256[:12]}"):
-            self._verified.touched(self._at(sha256), sha256)
+            self._verified.touch(self._file_path(sha256), sha256)
 
     # -- parts --
 
-    def resume(self, manifest: wire.Manifest) -> bytearray:
-        """Open a part for a blob, new or existing; returns one byte per chunk, 1 if it is here and right."""
-        had = bytearray(chunks.count(manifest))
+    def open_part(self, manifest: wire.Manifest) -> bytearray:
+        """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
+        had = bytearray(chunks.chunk_count(manifest))
         with self._doing(f"receive blob {manifest.sha256[:12]}"):
-            part = self._part(manifest.sha256)
+            part = self._part_path(manifest.sha256)
             self.disk.resize(part, manifest.size)
             for start, end in self.disk.data_ranges(part):
                 # a written chunk begins inside data
                 for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
-                    offset, size = chunks.extent(manifest, index)
-                    had[index] = chunks.is_chunk(manifest, index, self.disk.read(part, offset, size))
+                    offset, size = chunks.chunk_extent(manifest, index)
+                    had[index] = chunks.is_valid_chunk(manifest, index, self.disk.read(part, offset, size))
         return had
 
-    def write(self, sha256: str, offset: int, payload: bytes | memoryview) -> None:
-        """Write bytes into a part that `resume` opened: a verified chunk, or what is verified at the end."""
+    def write_part(self, sha256: str, offset: int, payload: bytes | memoryview) -> None:
         with self._doing(f"receive blob {sha256[:12]}"):
-            self.disk.write_at(self._part(sha256), payload, offset)
+            self.disk.write_at(self._part_path(sha256), payload, offset)
 
-    def finish(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Turn a complete part into the whole blob; `digest` is that of its bytes, if they were hashed as they came.
+    def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
+        """Turn a complete part into the blob.
+
+        Args:
+            ref: The reference of the blob.
+            digest: The sha256 of the part if hashed on arrival, or None to hash the part now.
 
         Raises:
-            DamagedBlobError: its bytes are not the blob's; the part is gone.
+            DamagedBlobError: If the part is not the blob. The part is removed then.
         """
-        part = self._part(ref.sha256)
+        part = self._part_path(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
-            if self._synced(part, digest) != ref:
+            if self._sync_and_hash(part, digest) != ref:
                 self.disk.unlink(part)
-                raise chunks.arrived_damaged(ref)
+                raise chunks.damaged_arrival_error(ref)
             self._move_into_place(part, ref.sha256)
 
     # -- within --
 
-    def _at(self, sha256: str) -> str:
+    def _file_path(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):
             raise StoreError(f"{sha256[:80]!r} names no blob: expected a sha256 in hex")
         return f"{self._prefix}{sha256}"
 
-    def _part(self, sha256: str) -> str:
-        return f"{self._at(sha256)}.part"
+    def _part_path(self, sha256: str) -> str:
+        return f"{self._file_path(sha256)}.part"
 
     def _depot_entries(self) -> Iterator[Found]:
         """Yield the folder's files that are blobs, or parts, damaged or temporary files of the depot."""
@@ -440,32 +442,30 @@ class Depot:
             if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
 
-    def _sound(self, sha256: str, *, opens: bool = False) -> Found | None:
-        """A blob's file; None: there is none, or it was damaged and is put aside."""
-        path = self._at(sha256)
+    def _verified_file(self, sha256: str, *, opens: bool = False) -> Found | None:
+        path = self._file_path(sha256)
         found = self.disk.stat(path)
         if found is None or found.is_dir:
             return None
-        if not self._verified.holds(path, found, sha256, opens=opens):
-            self._set_aside(sha256)
+        if not self._verified.is_verified(path, found, sha256, opens=opens):
+            self._move_damaged_aside(sha256)
             return None
         return found
 
-    def _set_aside(self, sha256: str) -> None:
-        path = self._at(sha256)
+    def _move_damaged_aside(self, sha256: str) -> None:
+        path = self._file_path(sha256)
         log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder)
         self._verified.forget(sha256)
         self.disk.touch(path)  # it is kept for a day from now on
         self.disk.replace(path, f"{path}.damaged")
 
-    def _synced(self, path: str, digest: str | None = None) -> BlobRef:
-        """Reference of what a file holds, which is on the disk first if the depot is durable."""
+    def _sync_and_hash(self, path: str, digest: str | None = None) -> BlobRef:
         if self._durable:
             self.disk.sync(path)
         found = self.disk.stat(path)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return BlobRef(sha256=digest or self.disk.digest(path), size=found.size)
+        return BlobRef(sha256=digest or self.disk.hash_file(path), size=found.size)
 
     @staticmethod
     def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
@@ -473,7 +473,7 @@ class Depot:
         if expected not in (None, ref):
             raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
 
-    def _store(self, payload: bytes, sha256: str) -> None:
+    def _store_payload(self, payload: bytes, sha256: str) -> None:
         with self._temporary_path() as path:
             self.disk.write(path, payload, new=True)
             if self._durable:
@@ -492,12 +492,11 @@ class Depot:
     def _move_into_place(self, path: str, sha256: str) -> None:
         """Rename a verified temporary file to its blob's name, and sync the folder."""
         self._unsynced = self._durable
-        self.disk.replace(path, self._at(sha256))
-        self._verified.note(self._at(sha256), sha256)
-        self._sync_names()
+        self.disk.replace(path, self._file_path(sha256))
+        self._verified.record_verified(self._file_path(sha256), sha256)
+        self._sync_folder()
 
-    def _sync_names(self) -> None:
-        """Sync the folder, unless all names of blobs in it are synced."""
+    def _sync_folder(self) -> None:
         if self._unsynced:
             self.disk.sync(self.folder)
             self._unsynced = False

@@ -1,12 +1,12 @@
-"""Transfers of blobs over a link, both ways, for both sides.
+"""Transfers of blobs over a link, in both directions, for both sides.
 
-`fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide; this reads, writes and publishes.
+`fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
-An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
-under the other's `.../blob/<sha256>/`. Chunks go unreliably, because lost ones are requested
-again; requests and refusals go reliably. What is wanted in turn waits in `fedquilt.blobs.queueing`, whatever brings it.
-Only chunks are in memory, never a blob: at most `budget_bytes` of them queued to be sent, and at most as much requested
-and not yet written.
+An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
+under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
+and refusals are sent reliably. Uploads in turn wait in `fedquilt.blobs.queueing`, for every transfer backend. Only
+chunks are in memory, never a whole blob: at most `budget_bytes` queued for sending, and as much requested and not
+written yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ _MANY: Final = 128  # pulls at once of blobs that are small together
 
 
 class Transfers:
-    """Fetches wanted blobs and serves requested ones, as it is stepped."""
+    """Transfers of blobs: fetches wanted blobs and serves requests, driven by `step`.
+
+    Args:
+        direction: The direction in which this side publishes.
+        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
+        max_pulls: The number of active downloads. Of small blobs more may be active.
+        carriers: The transfer backend outside the link.
+        apart_bytes: The size from which a complete blob is hashed in a thread.
+    """
 
     def __init__(
         self,
@@ -60,7 +68,7 @@ class Transfers:
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
         # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
-        self._store = depot.stow if direction == "dn" else depot.put
+        self._store = depot.store_small if direction == "dn" else depot.store_bytes
         self._allowed = allowed
         self._budget_bytes = budget_bytes
         self._max_pulls = max_pulls
@@ -75,7 +83,7 @@ class Transfers:
         self._done: list[tuple[str, str, str | None]] = []
         self._streaming = Streaming(carriers or Carriers(), depot, self._publish)
         self._sender = Sender(
-            link, depot, topics, direction, allowed, budget_bytes, self._streaming, strain=self._strain
+            link, depot, topics, direction, allowed, budget_bytes, self._streaming, strain=self._charge
         )
         self._came_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
         self._strain_s: dict[str, float] = {}
@@ -85,163 +93,166 @@ class Transfers:
     # -- what the owner asks --
 
     def fds(self) -> Sequence[int]:
-        """File descriptors that are readable when a transfer beside the link has ended."""
         return self._streaming.fds()
 
-    def want(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
-        """Fetch a blob from a device (an agent names itself), perhaps in its turn; `take_done` reports its arrival."""
+    def request_blob(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
+        """Fetch a blob from a device, with `in_turn` only when the upload queue permits.
+
+        `take_finished` reports the end. An agent names itself as the device.
+        """
         key = (device, ref.sha256)
         if key in self._wanted:
             return
         self._wanted[key] = ref
         self._askers.setdefault(ref.sha256, {})[key] = None
-        if self._depot.has(ref):
-            self._end(key, None)
-        elif in_turn and not self.queue.join(device, ref.sha256, ref.size):
+        if self._depot.has_blob(ref):
+            self._end_transfer(key, None)
+        elif in_turn and not self.queue.add_blob(device, ref.sha256, ref.size):
             self._held.setdefault(device, {})[key] = None
         else:
             self._waiting[key] = None
 
     def cancel(self, device: str, sha256: str) -> None:
-        """Stop fetching; chunks on disk already serve the next attempt."""
-        self._forget((device, sha256))
+        """Stop fetching a blob. Chunks on disk are kept for the next attempt."""
+        self._remove((device, sha256))
 
-    def give_way(self, device: str, now_s: float) -> None:
-        """End a device's turn, where others wait for theirs; it keeps what has come, and waits behind them."""
-        if not self.queue or not self.queue.sends(device):
+    def yield_turn(self, device: str, now_s: float) -> None:
+        """End a device's turn in the upload queue if other devices wait. Received chunks are kept."""
+        if not self.queue or not self.queue.is_sending(device):
             return
-        keys = [(device, sha256) for sha256 in self.queue.of(device)]
+        keys = [(device, sha256) for sha256 in self.queue.pending_blobs(device)]
         if held := [key for key in keys if key in self._open and self._open[key].held]:
             for key in held:
-                self._streaming.hand_over(key, "it takes too long, and others wait for their turn")
+                self._streaming.fall_back_to_link(key, "it takes too long, and others wait for their turn")
         else:
-            self._park(keys, now_s)
+            self._park_blobs(keys, now_s)
 
-    def take_done(self) -> list[tuple[str, str, str | None]]:
-        """(device, sha256, error or None) of the transfers that have ended since the last call."""
+    def take_finished(self) -> list[tuple[str, str, str | None]]:
+        """Return (device, sha256, error or None) of the transfers that ended since the last call."""
         done, self._done = self._done, []
         return done
 
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
-        """Chunk bytes sent to ("dn") or received from ("up") a device, repetitions included."""
+        """Return the bytes of chunks sent to ("dn") or received from ("up") a device, with repetitions."""
         return (self._sender.sent_bytes if direction == self._direction else self._came_bytes)[device]
 
-    def take_strain(self) -> dict[str, float]:
-        """Device -> seconds of work since the last call that were to no use, less what useful work pays."""
+    def take_charges(self) -> dict[str, float]:
+        """Return the seconds of processing to charge to each device since the last call.
+
+        Negative values are credits for useful work.
+        """
         strain, self._strain_s = self._strain_s, {}
         return strain
 
-    def take_unasked(self) -> list[str]:
-        """The sender of each chunk since the last call that nobody had asked for."""
+    def take_unrequested(self) -> list[str]:
         unasked, self._unasked = self._unasked, []
         return unasked
 
-    def _strain(self, device: str, seconds: float) -> None:
+    def _charge(self, device: str, seconds: float) -> None:
         self._strain_s[device] = self._strain_s.get(device, 0.0) + seconds
 
     # -- messages --
 
-    def handle(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Handle a message if it concerns a blob; returns whether it does.
+    def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
+        """Process a message if it concerns a blob. Return whether it does.
 
         Raises:
-            WireError: it does, but its bytes do not match its topic.
+            WireError: If the payload of such a message does not match its topic.
         """
         if route.leaf not in _LEAVES:
             return False
         if route.direction == self._direction:
             return True  # an own message, returned
         if route.leaf == "get":
-            self._sender.answer(route.device, wire.decode(payload, wire.Get))
+            self._sender.handle_request(route.device, wire.decode(payload, wire.Get))
             return True
         key = (route.device, route.sha256)
         if route.leaf == "chunk":
-            self._take_chunk(key, route.index, payload, now_s)
+            self._handle_chunk(key, route.index, payload, now_s)
         elif route.leaf == "manifest":
-            self._take_manifest(key, wire.decode(payload, wire.Manifest), now_s)
+            self._handle_manifest(key, wire.decode(payload, wire.Manifest), now_s)
         elif route.leaf == "place":
-            self._take_place(key, wire.decode(payload, Place))
+            self._handle_location_offer(key, wire.decode(payload, Place))
         elif route.leaf == "placed":
-            self._streaming.placed(key, wire.decode(payload, Placed), now_s)
+            self._streaming.handle_upload_progress(key, wire.decode(payload, Placed), now_s)
         else:
             missing = wire.decode(payload, wire.Missing)
             if pull := self._pulls.get(key):
-                pull.take_missing(missing.reason, now_s)
+                pull.handle_missing(missing.reason, now_s)
         return True
 
-    def _take_manifest(self, key: Key, manifest: wire.Manifest, now_s: float) -> None:
+    def _handle_manifest(self, key: Key, manifest: wire.Manifest, now_s: float) -> None:
         pull = self._pulls.get(key)
-        if pull is not None and pull.take_manifest(manifest, now_s) and not _whole(manifest):
+        if pull is not None and pull.handle_manifest(manifest, now_s) and not _is_single_chunk(manifest):
             try:
-                pull.start(self._depot.resume(manifest))
-                self._strain(key[0], (manifest.size - pull.missing_bytes) * HASHED_BYTE_S)
+                pull.set_stored_chunks(self._depot.open_part(manifest))
+                self._charge(key[0], (manifest.size - pull.missing_bytes) * HASHED_BYTE_S)
             except StoreError as error:
-                self._end(key, str(error))
+                self._end_transfer(key, str(error))
             else:
-                self._complete(key, pull)
+                self._finish_if_complete(key, pull)
 
-    def _take_chunk(self, key: Key, index: int, payload: bytes, now_s: float) -> None:
+    def _handle_chunk(self, key: Key, index: int, payload: bytes, now_s: float) -> None:
         pull = self._pulls.get(key)
         if pull is None:
             return self._unasked.append(key[0])
         self._came_bytes[key[0]] += len(payload)
         bad = pull.bad
-        if not pull.take_chunk(index, payload, now_s):
-            self._strain(key[0], len(payload) * (pull.bad - bad) * HASHED_BYTE_S)
+        if not pull.handle_chunk(index, payload, now_s):
+            self._charge(key[0], len(payload) * (pull.bad - bad) * HASHED_BYTE_S)
         elif pull.manifest is not None:
             try:
-                if _whole(pull.manifest):
+                if _is_single_chunk(pull.manifest):
                     self._store(payload, pull.ref)
                 else:
-                    self._depot.write(key[1], chunks.extent(pull.manifest, index)[0], payload)
+                    self._depot.write_part(key[1], chunks.chunk_extent(pull.manifest, index)[0], payload)
             except StoreError as error:
-                self._end(key, str(error))
+                self._end_transfer(key, str(error))
             else:
-                self._complete(key, pull)
+                self._finish_if_complete(key, pull)
 
-    def _take_place(self, key: Key, place: Place) -> None:
+    def _handle_location_offer(self, key: Key, place: Place) -> None:
         if place.way == "get" and key in self._wanted:
-            self._streaming.place(key, place)
+            self._streaming.add_locations(key, place)
         elif place.way == "put" and self._allowed(*key) and (ref := self._depot.ref(key[1])) is not None:
-            self._streaming.put(key, ref, place)
+            self._streaming.queue_upload(key, ref, place)
 
-    def _take_streamed(self, now_s: float) -> None:
-        """Go on with blobs that have come beside the link, or have not."""
-        for ended, moved in self._streaming.take_ended(now_s):
+    def _handle_direct_results(self, now_s: float) -> None:
+        for ended, moved in self._streaming.take_results(now_s):
             self._came_bytes[ended.key[0]] += moved
             if ended.error is None or ended.disk:
-                self._end(ended.key, ended.error)
+                self._end_transfer(ended.key, ended.error)
             else:
-                self._complete(ended.key, self._pulls[ended.key])
+                self._finish_if_complete(ended.key, self._pulls[ended.key])
 
-    def _complete(self, key: Key, pull: Pull) -> None:
-        if pull.done and pull.manifest is not None:
-            if pull.ref.size >= self._apart_bytes and not _whole(pull.manifest):
-                return self._streaming.finish(key, pull)
-            self._streaming.forget(key)
+    def _finish_if_complete(self, key: Key, pull: Pull) -> None:
+        if pull.is_complete and pull.manifest is not None:
+            if pull.ref.size >= self._apart_bytes and not _is_single_chunk(pull.manifest):
+                return self._streaming.start_completion(key, pull)
+            self._streaming.cancel_download(key)
             try:
-                if not _whole(pull.manifest):
-                    self._depot.finish(pull.ref)
+                if not _is_single_chunk(pull.manifest):
+                    self._depot.finish_part(pull.ref)
             except StoreError as error:
-                self._end(key, str(error))
+                self._end_transfer(key, str(error))
             else:
-                self._end(key, None)
+                self._end_transfer(key, None)
 
-    def _end(self, key: Key, error: str | None) -> None:
-        """Report the end; a blob that has arrived from one device has arrived for all that were to send it."""
+    def _end_transfer(self, key: Key, error: str | None) -> None:
+        # A blob that arrived from one device has arrived for all devices that were to send it.
         ref = self._wanted[key]
-        if self._depot.has(ref):
+        if self._depot.has_blob(ref):
             error = None
         for other in list(self._askers[key[1]]) if error is None else [key]:
             self._done.append((*other, error))
-            self._forget(other)
+            self._remove(other)
 
-    def _forget(self, key: Key) -> None:
-        self._streaming.forget(key)
+    def _remove(self, key: Key) -> None:
+        self._streaming.cancel_download(key)
         places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
         for place in places:
             place.pop(key, None)
-        self.queue.leave(*key)
+        self.queue.remove_blob(*key)
         if key in (held := self._held.get(key[0], {})):
             del held[key]
             if not held:
@@ -254,40 +265,39 @@ class Transfers:
     # -- what is due --
 
     def step(self, now_s: float) -> float:
-        """Publish everything due; returns when to call again."""
-        self._take_streamed(now_s)
+        """Do all due work and return the time of the next step."""
+        self._handle_direct_results(now_s)
         due_s = [self._streaming.step(now_s)]
-        for device, sha256 in self._streaming.ready() if self._link.connected else ():
+        for device, sha256 in self._streaming.take_ready_blobs() if self._link.connected else ():
             if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
-                self._streaming.offer(device, ref)
+                self._streaming.offer_locations(device, ref)
         if not self._wanted and not self._sender:
             return due_s[0]
         if not self._link.connected:
             return min(now_s + _OFFLINE_POLL_S, *due_s)
         try:
-            chunk = chunks.chunk_for(self._link.max_payload)
+            chunk = chunks.chunk_size_for(self._link.max_payload)
         except LinkError as error:
             for key in list(self._wanted):
-                self._end(key, str(error))
+                self._end_transfer(key, str(error))
         else:
-            self._admit(chunk, now_s)
+            self._start_downloads(chunk, now_s)
             for key, pull in self._open.items():
-                self._streaming.begin(key, pull, now_s)
-            while self._request(now_s):
-                self._admit(chunk, now_s)
+                self._streaming.start_download(key, pull, now_s)
+            while self._send_requests(now_s):
+                self._start_downloads(chunk, now_s)
         self._sender.step()
         due_s += [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
         if self._sender:
             due_s.append(now_s + _DRAIN_POLL_S)
         return min(due_s, default=math.inf)
 
-    def _admit(self, chunk: int, now_s: float) -> None:
-        """Begin downloads while there is room; only one at a time of each blob."""
+    def _start_downloads(self, chunk: int, now_s: float) -> None:
         if self._link.session != self._session:
             self._session = self._link.session
             for pull in self._pulls.values():
-                pull.reconnected(chunk, now_s)
-        for device in self.queue.begin(now_s):
+                pull.handle_reconnect(chunk, now_s)
+        for device in self.queue.start_turns(now_s):
             self._waiting |= self._held.pop(device)
         if not self._waiting or len(self._open) >= _MANY:
             return
@@ -305,20 +315,19 @@ class Transfers:
                 pull.unpark(now_s)
                 self._pulls[key] = self._open[key] = pull
 
-    def _request(self, now_s: float) -> bool:
-        """Request as many chunks as there is room for; True: a download has given its place to another."""
+    def _send_requests(self, now_s: float) -> bool:
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
             if key not in self._open:
                 continue  # another blob of its device has stalled
             before_bytes, backoff = pull.outstanding_bytes, pull.backoff
             room_bytes = max(self._budget_bytes - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
-            requests = pull.requests(now_s, room_bytes)
+            requests = pull.next_requests(now_s, room_bytes)
             if pull.failed is not None:
-                self._end(key, pull.failed)
+                self._end_transfer(key, pull.failed)
                 left = True
-            elif pull.backoff > backoff and (stalled := self._gives_way(key)):
-                self._park(stalled, now_s)
+            elif pull.backoff > backoff and (stalled := self._blobs_to_park(key)):
+                self._park_blobs(stalled, now_s)
                 outstanding_bytes, left = self._outstanding_bytes, True
                 continue
             else:
@@ -333,30 +342,28 @@ class Transfers:
     def _outstanding_bytes(self) -> int:
         return sum(pull.outstanding_bytes for pull in self._open.values())
 
-    def _gives_way(self, key: Key) -> list[Key]:
-        """Blobs that others go before, now that this one's download stalls: all of its device, if they come in turn."""
+    def _blobs_to_park(self, key: Key) -> list[Key]:
         if not self._waiting and not self.queue:
             return []
-        if not self.queue.has(*key):
+        if not self.queue.contains(*key):
             return [key]
-        found = [(key[0], sha256) for sha256 in self.queue.of(key[0])]
+        found = [(key[0], sha256) for sha256 in self.queue.pending_blobs(key[0])]
         return [] if any(each in self._open and self._open[each].held for each in found) else found
 
-    def _park(self, keys: Sequence[Key], now_s: float) -> None:
+    def _park_blobs(self, keys: Sequence[Key], now_s: float) -> None:
         for key in keys:
             if (pull := self._open.pop(key, None)) is not None:
                 pull.park(now_s)
             self._waiting.pop(key, None)
-        if self.queue.has(*keys[0]):
-            self.queue.stall(keys[0][0], now_s)
+        if self.queue.contains(*keys[0]):
+            self.queue.move_to_end(keys[0][0], now_s)
             self._held[keys[0][0]] = dict.fromkeys(keys)
         else:
             self._waiting |= dict.fromkeys(keys)
 
     def _publish(self, device: str, leaf: str, message: Wired) -> None:
-        self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))
+        self._link.publish(self._topics.device_topic(device, self._direction, leaf), wire.encode(message))
 
 
-def _whole(manifest: wire.Manifest) -> bool:
-    """Whether the blob comes in a single chunk: it is stored at once, without a part on disk."""
-    return chunks.count(manifest) == 1
+def _is_single_chunk(manifest: wire.Manifest) -> bool:
+    return chunks.chunk_count(manifest) == 1

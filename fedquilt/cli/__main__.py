@@ -1,4 +1,4 @@
-"""`python -m fedquilt.cli` is the `fedquilt` command."""
+"""The `fedquilt` command as `python -m fedquilt.cli`."""
 
 import sys
 

@@ -18,21 +18,21 @@ from fedquilt.cli.commands import argument, option, verb
     help="Folder with the broker's certificates and keys by their names, as systemd passes them.",
 )
 @option("--check", is_flag=True, help="Check whether this version could run here, with one small task, and end.")
-@options.log_format
+@options.log_format_option
 def agent(settings: Path, credentials: Path | None, check: bool, log_format: str) -> None:
-    """Run the agent of this board, with the settings in agent.toml."""
+    """Run the agent of this device with its agent.toml."""
     from fedquilt.edge_agent import credentials as files
     from fedquilt.edge_agent import daemon
-    from fedquilt.edge_agent.settings import load
+    from fedquilt.edge_agent.settings import load_settings
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
-    found = files.taken(load(settings), credentials)
+    found = files.apply_systemd_credentials(load_settings(settings), credentials)
     if check:
         from fedquilt.tools.doctor import version
 
-        return version.check(found, settings)
+        return version.check_version(found, settings)
     if log_format == "json":
         from fedquilt import logs
 
-        logs.as_json(device=found.device)
+        logs.use_json_logs(device=found.device)
     return daemon.run_agent(found)

@@ -10,10 +10,10 @@ from fedquilt.cli.commands import verb
 
 @verb()
 @options.run_argument
-@options.home
+@options.home_option
 def approve(run: str, home: Path) -> None:
-    """Let a run begin that its job's [trigger] has started, and that waits for its owner."""
+    """Approve a run that was started by a job's [trigger] and waits for approval."""
     from fedquilt.coordinator import requests
 
-    with homes.existing(home) as store:
-        print(requests.approve(store, run))
+    with homes.open_existing_home(home) as store:
+        print(requests.approve_run(store, run))

@@ -27,14 +27,14 @@ from fedquilt.cli.commands import option, verb
     metavar="FILE.svg",
     help="File for a drawing of the original and rebuilt pictures.",
 )
-@options.format
+@options.format_option
 def audit(
     data: Path, images: int, size: int | None, steps: int, noise: float, seed: int, out: Path, format: str
 ) -> int:
-    """Rebuild a device's pictures from what methods have it upload, and tell how well."""
+    """Measure how well images can be reconstructed from a device's uploads."""
     from fedquilt import progress
     from fedquilt.tools import audit as tool
 
     wanted = {"count": images, "size": size or 0, "steps": steps, "noise": noise, "seed": seed}
-    with progress.during("rebuilding pictures"):
-        return tool.main(data, out, format, wanted, progress.LINE.say)
+    with progress.show_progress("rebuilding pictures"):
+        return tool.main(data, out, format, wanted, progress.LINE.print_lines)

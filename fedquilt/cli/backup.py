@@ -12,10 +12,10 @@ from fedquilt.cli.commands import argument, verb
 @argument("home", "Folder of the coordinator's runs.", type=options.FOLDER)
 @argument("file", "The file to write; it must not exist yet.", type=options.PATH)
 def backup(home: Path, file: Path) -> None:
-    """Write all that a coordinator's home needs to go on into one file, also while a coordinator serves it."""
+    """Save a coordinator's home to one file, also while a coordinator runs."""
     from fedquilt import progress, units
     from fedquilt.coordinator import backup as tool
 
-    with homes.existing(home) as store, progress.during(f"saving {home}"):
-        saved = tool.save(store, file)
-    print(f"{file}: {saved.runs} runs with {saved.files} blobs, {units.size(saved.bytes)}")
+    with homes.open_existing_home(home) as store, progress.show_progress(f"saving {home}"):
+        saved = tool.write_backup(store, file)
+    print(f"{file}: {saved.runs} runs with {saved.files} blobs, {units.format_bytes(saved.bytes)}")

@@ -124,7 +124,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
     help="Folder for finished runs and the plot (default: fedquilt-ablation).",
     group=ABLATIONS,
 )
-@options.format
+@options.format_option
 def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     """Measure fedquilt on this machine."""
     from fedquilt.tools import bench as tool
@@ -148,7 +148,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         if {**given, "ablate": ablate}[name] is not None and not allowed:
             raise JobError(f"--{'with' if name == 'beside' else name} is an option of {where}: leave it out here")
     if ablating and ablate is not None:
-        return _ablate(ablate, format, given)
+        return _run_ablation(ablate, format, given)
     if what == "coordinator":
         some = {name: given[name] for name in ("agents", "rounds", "after") if given[name] is not None}
         return tool.main(what, format, given=some)
@@ -166,12 +166,16 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
     from fedquilt.tools.bench import sim
 
-    some = {"path": given["data"], "beside": given["beside"] or (), "workloads": sim.chosen(given["only"] or ())}
+    some = {
+        "path": given["data"],
+        "beside": given["beside"] or (),
+        "workloads": sim.select_workloads(given["only"] or ()),
+    }
     return tool.main("sim", format, given=some)
 
 
-def _ablate(job: Path, format: str, given: dict[str, Any]) -> int:
-    """Ablate a prepared job; the path "." stands for the demo's."""
+def _run_ablation(job: Path, format: str, given: dict[str, Any]) -> int:
+    # The path "." is the demo's job.
     from fedquilt.tools import demo as example
     from fedquilt.tools.bench import ablate
 
@@ -179,7 +183,7 @@ def _ablate(job: Path, format: str, given: dict[str, Any]) -> int:
     path = job if own else example.HERE / "job.toml"
     return ablate.main(
         homes.load_job(path),
-        homes.bundle_of(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
+        homes.bundle_folder(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
         given["out"] or Path("fedquilt-ablation"),
         alphas=given["alpha"] or (),
         seeds=given["seeds"] or (0, 1, 2),

@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import family, option
+from fedquilt.cli.commands import option, verb_group
 
 
-@family(invoke_without_command=True)
+@verb_group(invoke_without_command=True)
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", type=options.WHOLE, default=1883, help="Port to listen on.")
 @option(
@@ -24,7 +24,7 @@ def broker(context: click.Context, host: str, port: int, password_file: Path | N
     if context.invoked_subcommand is None:
         from fedquilt.tools import broker as tool
 
-        tool.serve(host, port, password_file)
+        tool.serve_foreground(host, port, password_file)
 
 
 @broker.command()
@@ -48,11 +48,11 @@ def broker(context: click.Context, host: str, port: int, password_file: Path | N
 )
 @option("--listen", type=options.PORT, default=8883, metavar="PORT", help="TLS port of the broker.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
-@options.authority
+@options.authority_option
 def config(
     kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: int, fleet: str, ca: Path
 ) -> int:
-    """Write the configuration of a broker of your own: TLS, rights, limits."""
+    """Write the configuration of an MQTT broker: TLS, permissions and limits."""
     from fedquilt.tools.identity import commands
 
-    return commands.config(ca, kind, list(hosts), out, fleet=fleet, port=listen, installed=installed)
+    return commands.configure_broker(ca, kind, list(hosts), out, fleet=fleet, port=listen, installed=installed)

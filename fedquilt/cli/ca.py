@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Literal
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import argument, family, option
+from fedquilt.cli.commands import argument, option, verb_group
 
 
-@family()
+@verb_group()
 def ca() -> None:
-    """Keep a fleet's certificate authority, which decides who may join the fleet."""
+    """Manage the certificate authority of a fleet: create, issue, list and revoke."""
 
 
 @ca.command()
 @option("--name", default="fedquilt", help="Name of the authority in its certificate.")
 @option("--crl-url", metavar="URL", help="Address from which brokers will fetch the revocation list (EMQX does).")
-@options.authority
+@options.authority_option
 def init(name: str, crl_url: str | None, ca: Path) -> int:
-    """Make an authority: a key, a certificate, a revocation list."""
+    """Create a certificate authority: key, certificate and revocation list."""
     from fedquilt.tools.identity import commands
 
-    return commands.init(ca, name, crl_url)
+    return commands.create_authority(ca, name, crl_url)
 
 
 @ca.command()
@@ -42,7 +42,7 @@ def init(name: str, crl_url: str | None, ca: Path) -> int:
     metavar="N",
     help="Days for which the certificate is valid (default: 730; an observer's or a site's 365).",
 )
-@options.authority
+@options.authority_option
 def issue(
     name: str,
     hosts: tuple[str, ...],
@@ -53,27 +53,27 @@ def issue(
     days: float | None,
     ca: Path,
 ) -> int:
-    """Issue a certificate and key for the coordinator, with --host for a server, with --role for another role."""
+    """Issue a certificate and key for the coordinator, a server or another role."""
     from fedquilt.tools.identity import commands
 
     return commands.issue(ca, name, list(hosts), out, days, role, boards, most_boards)
 
 
 @ca.command(name="list")
-@options.authority
-@options.format
-def listing(ca: Path, format: str) -> int:
-    """List every certificate, and the tokens not yet used."""
+@options.authority_option
+@options.format_option
+def list_certificates(ca: Path, format: str) -> int:
+    """List all certificates and the unused tokens."""
     from fedquilt.tools.identity import commands
 
-    return commands.listing(ca, format)
+    return commands.print_certificates(ca, format)
 
 
 @ca.command()
 @argument("device", "Whose certificates are revoked.", type=options.NAME)
-@options.authority
+@options.authority_option
 def revoke(device: str, ca: Path) -> int:
-    """Revoke the certificates of a device or server, and write the revocation list."""
+    """Revoke the certificates of a device or server, and update the revocation list."""
     from fedquilt.tools.identity import commands
 
-    return commands.revoke(ca, device)
+    return commands.revoke_certificates(ca, device)

@@ -5,25 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import F, argument, family, option
+from fedquilt.cli.commands import F, argument, option, verb_group
 
 
-def where(function: F) -> F:
-    """--socket and --root."""
+def path_options(function: F) -> F:
     socket = option(
         "--socket", type=options.PATH, default=Path("/run/fedquilt/clocks.sock"), help="Socket of the clock helper."
     )
     return socket(option("--root", type=options.PATH, default=Path("/"), help="Folder that has sys.")(function))
 
 
-def dry_run(function: F) -> F:
-    """--dry-run."""
+def dry_run_option(function: F) -> F:
     return option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")(function)
 
 
-@family()
+@verb_group()
 def clocks() -> None:
-    """Hold a board's clocks at an operating point, and release them."""
+    """Pin a device's clocks at an operating point, and unpin them."""
 
 
 @clocks.command()
@@ -53,8 +51,8 @@ def clocks() -> None:
     metavar="PROFILE",
     help="For --max-w: profile of this board, a file or the name of one that ships (default: the one of its kind).",
 )
-@dry_run
-@where
+@dry_run_option
+@path_options
 def serve(
     group: str | None,
     state: Path,
@@ -66,14 +64,20 @@ def serve(
     socket: Path,
     root: Path,
 ) -> None:
-    """Run the helper that sets clocks for an agent; needs root."""
+    """Run the helper that sets clocks for an agent (requires root)."""
     from fedquilt import profiles
     from fedquilt.edge_agent import devices
     from fedquilt.edge_agent.clocks import helper
     from fedquilt.edge_agent.devices import points
 
-    board = profiles.find(profile) if profile is not None else devices.shipped(root) if max_w is not None else None
-    helper.serve(
+    board = (
+        profiles.find_board_profile(profile)
+        if profile is not None
+        else devices.find_shipped_profile(root)
+        if max_w is not None
+        else None
+    )
+    helper.run_helper(
         root,
         socket,
         state,
@@ -81,28 +85,28 @@ def serve(
         watchdog_s=watchdog,
         hottest_c=hottest,
         max_w=max_w,
-        watts=None if board is None else points.watts(board, root),
+        watts=None if board is None else points.power_lookup(board, root),
         dry_run=dry_run,
     )
 
 
 @clocks.command()
-@options.format
-@where
+@options.format_option
+@path_options
 def status(format: str, socket: Path, root: Path) -> int:
-    """Show what can be set here, how it is set and who holds it."""
+    """Show the available clock controls, their settings and the client that pinned them."""
     from fedquilt.tools.board import clocks as tool
 
-    return tool.status(root, socket, format)
+    return tool.print_status(root, socket, format)
 
 
 @clocks.command()
 @argument("point", "A mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
 @option("--seconds", type=options.SECONDS, metavar="N", help="Release the clocks after so many seconds.")
-@dry_run
-@where
+@dry_run_option
+@path_options
 def hold(point: str, seconds: float | None, dry_run: bool, socket: Path, root: Path) -> int:
-    """Hold an operating point through the helper, until interrupted."""
+    """Pin an operating point through the helper until interrupted."""
     from fedquilt.tools.board import clocks as tool
 
-    return tool.hold(point, root, socket, dry_run=dry_run, seconds=seconds)
+    return tool.pin_point(point, root, socket, dry_run=dry_run, seconds=seconds)

@@ -1,6 +1,6 @@
-"""What the verbs are made of: the top command, which loads a verb's file when it is asked for, and its help and errors.
+"""Classes of the commands: a root command that imports verbs on use, and their help and errors.
 
-A verb `x-y` is the command `x_y` in the file `x_y.py` of this folder; `SECTIONS` gives its place in `fedquilt --help`.
+A verb `x-y` is the command `x_y` in the file `x_y.py` of this folder. `SECTIONS` gives its place in `fedquilt --help`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ _NEGATIVE: Final = re.compile(r"-\.?\d")
 
 
 class Option(click.Option):
-    """An option with a place in --help, and one that may take several words: `--seeds 0 1 2`.
+    """Option with a heading in --help, and optionally with several values: `--seeds 0 1 2`.
 
     Args:
-        group: Heading that --help lists it under.
-        many: Takes all words up to the next option, separated by spaces or commas; the function gets a tuple.
-        commas: With `many`, a comma separates two words; False where a word may hold one.
-        none: With `many`, no word at all is allowed too; the function gets an empty string for it.
+        group: Heading in --help.
+        many: Whether the option takes all words up to the next option, separated by spaces or commas. The function then
+            gets a tuple.
+        commas: With `many`, whether commas separate words.
+        none: With `many`, whether zero words are allowed. The function then gets one empty string.
     """
 
     def __init__(
@@ -73,21 +74,17 @@ class Option(click.Option):
         super().__init__(param_decls, multiple=many or attributes.pop("multiple", False), **attributes)
         self.group, self.many, self.commas, self.none = group, many, commas, none
 
-    def words(self, given: Sequence[str]) -> list[str]:
-        """The words that an option of many words was given, taken apart at commas where it allows that."""
+    def split_words(self, given: Sequence[str]) -> list[str]:
         if not self.commas:
             return list(given)
         return [word for each in given for word in ([part for part in each.split(",") if part] or [each])]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Names and help; an option of many words shows that it takes them."""
         record = super().get_help_record(ctx)
         return (record[0] + "...", record[1]) if record and self.many else record
 
 
 class Argument(click.Argument):
-    """A positional word with a line of help."""
-
     def __init__(self, param_decls: Sequence[str], *, text: str = "", **attributes: Any) -> None:
         super().__init__(param_decls, **attributes)
         self.text = text
@@ -101,11 +98,9 @@ class _Shared(click.Command):
         super().__init__(*args, **attributes)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, options of many words first given once for each word."""
-        return super().parse_args(ctx, self._spread(args))
+        return super().parse_args(ctx, self._repeat_option_names(args))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write arguments, then each group of options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
             if isinstance(one, Argument):
@@ -120,9 +115,10 @@ class _Shared(click.Command):
                 formatter.write_dl(rows)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write nothing: `format_options` has them, in every version of click."""
+        # `format_options` writes the arguments, in every version of click.
+        ...
 
-    def _spread(self, args: Sequence[str]) -> list[str]:
+    def _repeat_option_names(self, args: Sequence[str]) -> list[str]:
         many = {name: one for one in self.params if isinstance(one, Option) and one.many for name in one.opts}
         left = list(args)
         spread: list[str] = []
@@ -132,7 +128,7 @@ class _Shared(click.Command):
                 return [*spread, word, *left]
             name, equals, value = word.partition("=")
             if name in many and equals:
-                for each in many[name].words([value]):
+                for each in many[name].split_words([value]):
                     spread += [name, each]
                 continue
             if word not in many:
@@ -140,7 +136,7 @@ class _Shared(click.Command):
                 continue
             words = list(takewhile(lambda each: not each.startswith("-") or _NEGATIVE.match(each), left))
             del left[: len(words)]
-            for each in many[word].words(words) or ([""] if many[word].none else []):
+            for each in many[word].split_words(words) or ([""] if many[word].none else []):
                 spread += [word, each]
             if not words and not many[word].none:
                 spread.append(word)  # click says that it wants a word
@@ -148,15 +144,13 @@ class _Shared(click.Command):
 
 
 class Command(_Shared):
-    """A verb that is carried out."""
-
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.params.append(_verbose(expose_value=False, callback=_louder))
+        self.params.append(_verbose_option(expose_value=False, callback=_raise_verbosity))
 
 
 class Group(_Shared, click.Group):
-    """A verb with verbs of its own; those that there are not are answered with the nearest."""
+    """Verb with verbs of its own. Unknown ones raise an error with the nearest name."""
 
     command_class = Command
 
@@ -164,7 +158,7 @@ class Group(_Shared, click.Group):
         super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; without a word, help and the exit code of a command line that is wrong."""
+        # Without a verb, click would exit with 0.
         if not args and not self.invoke_without_command and not ctx.resilient_parsing:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(2)
@@ -173,46 +167,39 @@ class Group(_Shared, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The verb that the words begin with."""
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"there is no verb {args[0]!r}{config.nearest(args[0], known)}")
+            ctx.fail(f"there is no verb {args[0]!r}{config.suggest_nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, then the verbs."""
         super().format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Its verbs, in the order of their file."""
         return list(self.commands)
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        """The verbs under the headings that --help shows them under."""
         return {"Verbs": self.list_commands(ctx)}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every verb with its whole first sentence."""
         wide = max(map(len, self.list_commands(ctx)))
         for heading, names in self.sections(ctx).items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(wide), self._about(ctx, name)) for name in names])
+                formatter.write_dl([(name.ljust(wide), self._short_help(ctx, name)) for name in names])
 
-    def _about(self, ctx: click.Context, name: str) -> str:
+    def _short_help(self, ctx: click.Context, name: str) -> str:
         found = self.get_command(ctx, name)
         return found.get_short_help_str(400) if found is not None else ""
 
 
 class Top(Group):
-    """`fedquilt` itself: a verb's file is imported when the verb is asked for."""
+    """The `fedquilt` command, which imports a verb's file on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every verb, in the order of --help."""
         return [name for names in SECTIONS.values() for name in names]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The verb from its file; None: there is no such verb."""
         if name not in self.list_commands(ctx):
             return None
         word = name.replace("-", "_")
@@ -220,69 +207,64 @@ class Top(Group):
         return found
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        """The verbs by what they are for."""
         return SECTIONS
 
 
 def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
-    """Decorator of the function that carries out a verb; its docstring is the help.
+    """Return a decorator that makes a function a verb, with its docstring as the help.
 
-    The function gets each argument and option by name and returns the exit code, None for 0.
+    The function gets each argument and option by name, and returns the exit code, or None for 0.
     """
     return click.command(cls=Command, **attributes)
 
 
-def family(**attributes: Any) -> Callable[[Callable[..., Any]], Group]:
-    """Decorator of the function that stands for a verb with verbs of its own; `@NAME.command(...)` adds one."""
+def verb_group(**attributes: Any) -> Callable[[Callable[..., Any]], Group]:
     return click.group(cls=Group, **attributes)
 
 
 def option(*names: str, **attributes: Any) -> Callable[[F], F]:
-    """Decorator that adds an `Option`; a default that is not None or a flag's is shown."""
+    """Return a decorator that adds an `Option`. Defaults are shown, except None and those of flags."""
     attributes.setdefault("show_default", attributes.get("default") is not None and not attributes.get("is_flag"))
     return click.option(*names, cls=Option, **attributes)
 
 
 def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
-    """Decorator that adds an `Argument`."""
     return click.argument(name, cls=Argument, text=text, **attributes)
 
 
-def wordy() -> int:
-    """How often -v was given, before the verb and after it."""
+def verbosity() -> int:
     count: int = click.get_current_context().find_root().obj
     return count
 
 
-def explain(error: click.UsageError) -> str:
-    """One sentence on words that the command line does not take, with the nearest that it does and where to look."""
+def explain_usage_error(error: click.UsageError) -> str:
     said, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         known = [name for one in context.command.get_params(context) for name in one.opts]
-        said = f"no such option: {error.option_name}{config.nearest(error.option_name, known)}"
+        said = f"no such option: {error.option_name}{config.suggest_nearest(error.option_name, known)}"
     said = said[:1].lower() + said[1:].rstrip(".")
     return f"{said} (`{context.command_path} --help`)" if context is not None else said
 
 
-def _verbose(**attributes: Any) -> Option:
+def _verbose_option(**attributes: Any) -> Option:
     return Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything.", **attributes)
 
 
-def _louder(context: click.Context, parameter: click.Parameter, count: int) -> None:
+def _raise_verbosity(context: click.Context, parameter: click.Parameter, count: int) -> None:
     if count:
         root = context.find_root()
         root.obj = (root.obj or 0) + count
-        logging.getLogger().setLevel(_level(root.obj))
+        logging.getLogger().setLevel(_log_level(root.obj))
 
 
-def _level(verbose: int) -> int:
+def _log_level(verbose: int) -> int:
     return logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
 
 
-@click.group(cls=Top, epilog=EPILOG, params=[_verbose()])
+@click.group(cls=Top, epilog=EPILOG, params=[_verbose_option()])
 @click.version_option(__version__, prog_name="fedquilt", message="%(prog)s %(version)s")
 @click.pass_context
-def top(context: click.Context, verbose: int) -> None:
-    """Federated learning on real edge boards."""
+def root_command(context: click.Context, verbose: int) -> None:
+    """Run federated learning on edge devices."""
     context.obj = verbose
-    logging.basicConfig(level=_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=_log_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

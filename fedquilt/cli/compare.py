@@ -10,13 +10,13 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.job_argument
-@options.bundle
+@options.bundle_option
 @option(
     "--methods",
     many=True,
     metavar="METHOD",
     help="Methods to compare (default: the job's own and those of its [compare] tables).",
-    shell_complete=options.methods,
+    shell_complete=options.complete_methods,
 )
 @option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="Seeds; every method is run once with each.")
 @option("--rounds", type=options.POSITIVE, help="Number of rounds of every run (default: the job's).")
@@ -38,8 +38,8 @@ from fedquilt.cli.commands import option, verb
 @option(
     "--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Folder for finished runs, plots and the page."
 )
-@options.format
-@options.workers
+@options.format_option
+@options.worker_options
 def compare(
     job: Path,
     bundle: Path | None,
@@ -53,12 +53,12 @@ def compare(
     format: str,
     workers: options.Workers,
 ) -> int:
-    """Compare methods: run each with several seeds on the same simulated fleet."""
+    """Compare methods with several seeds on the same simulated fleet."""
     from fedquilt.tools.experiments import compare as tool
 
     return tool.main(
         homes.load_job(job),
-        homes.bundle_of(job, bundle),
+        homes.bundle_folder(job, bundle),
         out,
         names=methods,
         seeds=list(seeds),
@@ -67,5 +67,5 @@ def compare(
         on=on,
         changes=tool.parse_changes(list(changes)),
         format=format,
-        **workers.options(),
+        **workers.to_keywords(),
     )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 
-from fedquilt.cli.commands import argument, verb, wordy
+from fedquilt.cli.commands import argument, verb, verbosity
 
 
 @verb()
 @argument("name", "Name of a method, module:name, or an installed package.")
 def conformance(name: str) -> int:
-    """Check a method, or everything that a package adds, against the rules that fedquilt's own methods follow."""
+    """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
     from fedquilt import progress
     from fedquilt.testing import package
 
-    if not wordy():  # a check that fails is told in its line
+    if not verbosity():  # a check that fails is told in its line
         logging.getLogger("fedquilt").setLevel(logging.CRITICAL)
     failed = 0
-    with progress.during(f"checking {name}"):
-        for good, line in package.lines(name):
+    with progress.show_progress(f"checking {name}"):
+        for good, line in package.check_package(name):
             failed += not good
-            progress.LINE.aside(line)
+            progress.LINE.print_to_stdout(line)
     print(f"{failed} failed" if failed else "it conforms")
     return 8 if failed else 0

@@ -10,19 +10,23 @@ from fedquilt.cli.commands import argument, option, verb
 
 @verb()
 @argument(
-    "runs", "Ids of runs; a job's name stands for its latest run.", nargs=-1, required=True, shell_complete=options.runs
+    "runs",
+    "Ids of runs; a job's name stands for its latest run.",
+    nargs=-1,
+    required=True,
+    shell_complete=options.complete_runs,
 )
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@options.home
+@options.home_option
 def delete(runs: tuple[str, ...], yes: bool, home: Path) -> int:
-    """Delete runs for good: their log, results and what simulated boards kept; a running one is refused."""
+    """Delete runs permanently: event logs, results and the state of simulated devices."""
     from fedquilt.coordinator import housekeeping
 
-    with homes.existing(home) as store:
-        ids = list(dict.fromkeys(housekeeping.find(store, run).id for run in runs))
+    with homes.open_existing_home(home) as store:
+        ids = list(dict.fromkeys(housekeeping.find_run(store, run).id for run in runs))
         store.require_idle(ids)
-        if not homes.agreed(f"delete {', '.join(ids)} for good?", yes):
+        if not homes.confirm(f"delete {', '.join(ids)} for good?", yes):
             return 130
         found = housekeeping.remove_runs(store, ids)
-    print(f"deleted {', '.join(ids)}: {homes.swept(found)}")
+    print(f"deleted {', '.join(ids)}: {homes.format_freed_space(found)}")
     return 0

@@ -9,7 +9,7 @@ import click
 from fedquilt.cli import homes, options
 from fedquilt.cli import phased as phases
 from fedquilt.cli.commands import argument, option, verb
-from fedquilt.cli.phased import Phased, begin
+from fedquilt.cli.phased import Phased, submit_rollout
 
 CHECKS = "What a board asks of a model in its own check, beside what it runs now"
 
@@ -19,11 +19,11 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
     "run",
     "A run's id, or a job's name for its latest run; with --rollback, --abort a rollout (default: the latest model's).",
     required=False,
-    shell_complete=options.runs,
+    shell_complete=options.complete_runs,
 )
 @option("--model", type=options.PATH, metavar="FILE.onnx", help="Deploy this file instead of a run's result.")
 @option("--input-shape", type=options.POSITIVE, many=True, help="Shape of one example of --model: 3,224,224.")
-@phases.options_of(
+@phases.rollout_options(
     option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
     option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
     option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
@@ -31,7 +31,7 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
 )
 @option("--rollback", is_flag=True, help="Take a rollout back that is done: boards return to what they ran before.")
 @option("--abort", is_flag=True, help="End a rollout that is under way: boards that have it return.")
-@options.home
+@options.home_option
 def deploy(
     run: str | None,
     model: Path | None,
@@ -45,18 +45,18 @@ def deploy(
     abort: bool,
     home: Path,
 ) -> None:
-    """Bring a run's result, or an ONNX file, to the boards in phases; the coordinator of --home carries it out."""
+    """Roll out a run's result, or an ONNX file, to the devices in phases."""
     from msgspec.structs import replace
 
     from fedquilt import onnx_fill, wire
     from fedquilt.coordinator import requests
     from fedquilt.tools.artefacts import export
 
-    options.exclusive(rollback=rollback, abort=abort, model=model)
-    with homes.existing(home) as store:
+    options.require_exclusive(rollback=rollback, abort=abort, model=model)
+    with homes.open_existing_home(home) as store:
         if rollback or abort:
-            rollout = run or phases.latest(store, "model").id
-            print((requests.roll_back if rollback else requests.abort)(store, rollout))
+            rollout = run or phases.find_latest_rollout(store, "model").id
+            print((requests.roll_back_rollout if rollback else requests.abort_rollout)(store, rollout))
             return
         if (run is None) == (model is None):
             raise click.UsageError("name RUN or --model FILE.onnx: one of them", click.get_current_context())
@@ -66,12 +66,12 @@ def deploy(
             max_energy_j=max_energy,
             max_peak_bytes=max_peak,
         )
-        plan = phased.plan("model", "", limits=limits)
+        plan = phased.make_plan("model", "", limits=limits)
         if model is not None:
-            payload, what, shape = b"".join(onnx_fill.read_whole(model)), model.name, input_shape or None
-            found = export.loadable(payload, what, shape)
+            payload, what, shape = b"".join(onnx_fill.read_with_external_data(model)), model.name, input_shape or None
+            found = export.require_loadable(payload, what, shape)
             plan = replace(plan, name=model.stem[:200], input_shape=shape, versions=found.versions)
         else:
-            payload, what = export.graph(store, str(run))
+            payload, what = export.encode_for_devices(store, str(run))
             plan = replace(plan, name=store.job(str(run)).id)
-        begin(store, plan, payload, what, home)
+        submit_rollout(store, plan, payload, what, home)

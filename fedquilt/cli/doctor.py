@@ -15,10 +15,10 @@ from fedquilt.core import JobError
 )
 @option("--home", type=options.FOLDER, help="Folder of a coordinator to check.")
 @option("--root", type=options.PATH, default=Path("/"), help="Folder that has etc, proc and sys.")
-@options.broker(default=None)
-@options.format
+@options.broker_options(default=None)
+@options.format_option
 def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.Broker, format: str) -> int:
-    """Find what is wrong on this board, coordinator or machine, and what mends it."""
+    """Find problems of a device, coordinator or machine, and show their fixes."""
     from fedquilt.tools import doctor as tool
 
     if broker.url is None and broker.files:
@@ -26,7 +26,7 @@ def doctor(settings: Path | None, home: Path | None, root: Path, broker: options
     wanted = tool.Wanted(
         settings=settings,
         home=home,
-        broker=None if broker.url is None else broker.table(),
+        broker=None if broker.url is None else broker.to_table(),
         fleet=broker.fleet,
         root=root,
     )

@@ -22,11 +22,11 @@ from fedquilt.core import JobError
     "--boards",
     many=True,
     metavar="BOARD[:JETPACK]",
-    shell_complete=options.boards,
+    shell_complete=options.complete_boards,
     help="With --systemd: boards to boot as; all else is tried on the first of them (default: every board).",
 )
 @option("--enclosed", is_flag=True, hidden=True)  # the rehearsal's own call of itself
-@options.format
+@options.format_option
 def emulate(
     out: Path,
     mirror: str | None,
@@ -36,7 +36,7 @@ def emulate(
     enclosed: bool,
     format: str,
 ) -> int:
-    """Flash an arm64 Debian, run it here in qemu, and let its agent stitch a network; needs root."""
+    """Test an emulated arm64 device in qemu, from flashing to stitching (requires root)."""
     if not systemd:
         from fedquilt.tools import emulate as tool
 
@@ -47,7 +47,7 @@ def emulate(
 
     if rounds is not None:
         raise JobError("--rounds is for the emulation without --systemd")
-    chosen = rehearsal.chosen(list(boards))
+    chosen = rehearsal.select_layouts(list(boards))
     if enclosed:
         return rehearsal.main(out, mirror, chosen, format)
-    return rehearsal.enclosed(out, mirror, list(boards), format)
+    return rehearsal.rehearse_enclosed(out, mirror, list(boards), format)

@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import argument, family, option
+from fedquilt.cli.commands import argument, option, verb_group
 
 
-@family()
+@verb_group()
 def enrol() -> None:
-    """Give a board its certificate, by a one-time token or by hand."""
+    """Enrol devices with certificates, by a one-time token or by hand."""
 
 
 @enrol.command()
@@ -23,12 +23,12 @@ def enrol() -> None:
     metavar="FILE",
     help="Write the token to this file, with mode 0600, instead of printing it.",
 )
-@options.authority
+@options.authority_option
 def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
-    """Make a one-time token for a board; it is printed once."""
+    """Create a one-time token for a device, which is shown once."""
     from fedquilt.tools.identity import commands
 
-    return commands.token(ca, device, hours, out)
+    return commands.create_token(ca, device, hours, out)
 
 
 @enrol.command()
@@ -41,9 +41,9 @@ def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
     help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
 )
 @option("--days", type=options.ABOVE_0, metavar="N", help="Days for which certificates are valid (default: 365).")
-@options.authority
+@options.authority_option
 def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
-    """Answer boards that enrol or renew, over HTTPS."""
+    """Run the HTTPS server at which devices enrol and renew certificates."""
     from fedquilt.tools.identity import commands
 
     logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
@@ -55,12 +55,12 @@ def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca
 @option("--device", type=options.NAME, required=True, help="The board that the request comes from.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the certificate (default: CSR with .crt).")
 @option("--days", type=options.ABOVE_0, metavar="N", help="Days for which the certificate is valid (default: 365).")
-@options.authority
+@options.authority_option
 def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
-    """Sign a request that was carried here from a board."""
+    """Sign a certificate request that was copied from a device."""
     from fedquilt.tools.identity import commands
 
-    return commands.sign(ca, csr, device, out, days)
+    return commands.sign_request(ca, csr, device, out, days)
 
 
 @enrol.command()
@@ -72,8 +72,8 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
 )
 @option("--accept", type=options.PATH, metavar="FILE", help="Install the certificate that was carried back.")
 def board(settings: Path, url: str | None, wait: bool, request: Path | None, accept: Path | None) -> int:
-    """Get a certificate for this board, or renew it when it is due."""
+    """Request a certificate for this device, or renew it when due."""
     from fedquilt.tools.identity import commands
 
-    options.exclusive(request=request, accept=accept)
-    return commands.board(settings, url=url, waits=wait, request=request, accept=accept)
+    options.require_exclusive(request=request, accept=accept)
+    return commands.enrol_device(settings, url=url, waits=wait, request=request, accept=accept)

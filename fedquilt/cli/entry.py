@@ -1,4 +1,4 @@
-"""Runs a command line: finds its verb; errors become sentences and exit codes here."""
+"""Entry point of the command line, which turns errors into sentences and exit codes."""
 
 from __future__ import annotations
 
@@ -22,43 +22,41 @@ ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(KeyboardInterrupt):
-    """The process was told to end by a signal other than Ctrl-C's."""
-
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; None takes the process's own words.
+    """Run a command line, or the process's own arguments if None.
 
     Returns:
-        The exit code, as `fedquilt --help` lists them.
+        The exit code, as listed by `fedquilt --help`.
 
     Raises:
-        SystemExit: 0 after --help and --version, 2 for words that the command line does not take.
-        KeyboardInterrupt: Ctrl-C.
+        SystemExit: With 0 after --help and --version, and with 2 for a wrong command line.
+        KeyboardInterrupt: On Ctrl-C.
     """
     for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
-    from fedquilt.cli.commands import explain, top
+    from fedquilt.cli.commands import explain_usage_error, root_command
 
     if instruction := os.environ.get(COMPLETE):
         from click.shell_completion import shell_complete
 
-        return shell_complete(top, {}, "fedquilt", COMPLETE, instruction)
+        return shell_complete(root_command, {}, "fedquilt", COMPLETE, instruction)
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        with _interruptible(), top.make_context("fedquilt", words) as context:
-            code = int(top.invoke(context) or 0)
+        with _raise_on_signals(), root_command.make_context("fedquilt", words) as context:
+            code = int(root_command.invoke(context) or 0)
             sys.stdout.flush()
             return code
     except click.exceptions.Exit as end:
         raise SystemExit(end.exit_code) from None
     except click.UsageError as error:
-        print(f"fedquilt: {explain(error)}", file=sys.stderr)
+        print(f"fedquilt: {explain_usage_error(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except click.Abort:  # the end of the input, or Ctrl-C, at a question
         return 130
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        print(f"fedquilt: {extras.missing(error.name or '')}", file=sys.stderr)
+        print(f"fedquilt: {extras.missing_message(error.name or '')}", file=sys.stderr)
         return JobError.exit_code
     except BrokenPipeError:  # nobody reads any more; what is left in the buffer goes nowhere, and without a complaint
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what follows in the same good order as Ctrl-C, unless it handles them itself."""
-
-    def end(number: int, frame: object) -> None:
+def _raise_on_signals() -> Iterator[None]:
+    # SIGTERM and SIGHUP end the body like Ctrl-C, unless the body handles them.
+    def raise_terminated(number: int, frame: object) -> None:
         raise Ended(number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main one may say so
@@ -97,7 +94,7 @@ def _interruptible() -> Iterator[None]:
         return
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
     for number in ours:
-        signal.signal(number, end)
+        signal.signal(number, raise_terminated)
     try:
         yield
     finally:

@@ -12,19 +12,19 @@ from fedquilt.cli.commands import option, verb
 @options.run_argument
 @option("--follow", is_flag=True, help="Evaluate the model of every round as it comes, until the run has ended.")
 @option("--confusion", is_flag=True, help="Show the confusion matrix.")
-@options.home
-@options.format
+@options.home_option
+@options.format_option
 def evaluate(run: str, follow: bool, confusion: bool, home: Path, format: str) -> None:
-    """Evaluate a run's global model on the job's test set, which no device has."""
+    """Evaluate a run's global model on the job's test set."""
     from fedquilt import progress
     from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluate as evaluator
 
-    def say(score: scores.Score) -> None:
+    def print_score(score: scores.Score) -> None:
         if format == "text":
-            progress.LINE.aside(*evaluator.lines(score, confusion))
+            progress.LINE.print_to_stdout(*evaluator.format_score(score, confusion))
 
-    with homes.existing(home) as store, progress.during(f"evaluating {run}"):
-        found = evaluator.evaluate(store, run, follow=follow, say=say)
+    with homes.open_existing_home(home) as store, progress.show_progress(f"evaluating {run}"):
+        found = evaluator.evaluate_run(store, run, follow=follow, say=print_score)
     if format == "json":
-        homes.show(format, evaluator.told(found, confusion), [])
+        homes.print_rows(format, evaluator.scores_to_dict(found, confusion), [])

@@ -11,11 +11,11 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @options.run_argument
 @option("--out", type=options.PATH, required=True, help="The file to write.")
-@options.home
+@options.home_option
 def export(run: str, out: Path, home: Path) -> None:
-    """Write a run's result: a stitched network as one ONNX file, weights as safetensors."""
+    """Write a run's result: a stitched network as ONNX, or weights as safetensors."""
     from fedquilt import progress
     from fedquilt.tools.artefacts import export as tool
 
-    with homes.existing(home) as store, progress.during(f"exporting {run}"):
-        progress.LINE.aside(tool.export(store, run, out))
+    with homes.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
+        progress.LINE.print_to_stdout(tool.export_result(store, run, out))

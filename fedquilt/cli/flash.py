@@ -153,16 +153,16 @@ def flash(
     uninstall: bool,
     purge: bool,
 ) -> None:
-    """Install an agent on a board: in a mounted root, a disk image, over SSH, or as an archive to take there."""
+    """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
     from fedquilt import progress
     from fedquilt.tools import flash as tool
 
-    options.exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar, upgrade=upgrade)
-    options.exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar, upgrade=upgrade)
-    options.exclusive(boards=boards, token=token)
+    options.require_exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar, upgrade=upgrade)
+    options.require_exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar, upgrade=upgrade)
+    options.require_exclusive(boards=boards, token=token)
     where = tool.Where(rootfs, image, out, ssh, tar, ssh_option, dry_run)
     if uninstall:
-        tool.take_out(where, purge=purge)
+        tool.remove_installation(where, purge=purge)
         return
     if purge:
         raise JobError("--purge goes with --uninstall")
@@ -189,14 +189,14 @@ def flash(
         role=role,
     )
     if upgrade is not None:
-        with progress.during(f"collecting what {upgrade} takes"):
-            tool.upgrade(what, upgrade, authority, whole=whole, say=progress.LINE.aside)
+        with progress.show_progress(f"collecting what {upgrade} takes"):
+            tool.write_upgrade_bundle(what, upgrade, authority, whole=whole, say=progress.LINE.print_to_stdout)
         return
     if boards is None:
-        with progress.during(f"flashing {device or settings}"):
-            tool.flash(what, where, progress.LINE.aside)
+        with progress.show_progress(f"flashing {device or settings}"):
+            tool.flash(what, where, progress.LINE.print_to_stdout)
         return
     from fedquilt.tools.flash import fleet, many
 
     plan = fleet.Plan(what, image, out or Path("fedquilt-boards"), authority, ssh_option, dry_run=dry_run)
-    many.main(boards, target, plan, watch=watch, cert=cert, key=key)
+    many.flash_table(boards, target, plan, watch=watch, cert=cert, key=key)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import homes, options
-from fedquilt.cli.commands import option, verb, wordy
+from fedquilt.cli.commands import option, verb, verbosity
 from fedquilt.core import JobError
 
 
 @verb()
 @options.job_argument
-@options.bundle
+@options.bundle_option
 @option("--devices", type=options.POSITIVE, help="Number of boards (default: the job's fleet.devices).")
 @option(
     "--link",
@@ -24,9 +24,9 @@ from fedquilt.core import JobError
 @option(
     "--agents-only", is_flag=True, help="With --link broker: start the agents only; the coordinator runs elsewhere."
 )
-@options.home
-@options.workers
-@options.broker()
+@options.home_option
+@options.worker_options
+@options.broker_options()
 def fleet(
     job: Path,
     bundle: Path | None,
@@ -37,33 +37,37 @@ def fleet(
     workers: options.Workers,
     broker: options.Broker,
 ) -> int:
-    """Run a job on simulated boards that run the agents' own code."""
+    """Run a job on simulated devices that use the agents' own code."""
     from fedquilt.tools.simulation import agents as tool
 
     if agents_only and link != "broker":
         raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
     plan = tool.Plan(
         job=homes.load_job(job),
-        bundle=homes.bundle_of(job, bundle),
+        bundle=homes.bundle_folder(job, bundle),
         home=home,
         devices=devices,
         fleet=broker.fleet,
     )
     again = f"fedquilt fleet {job}"
-    if workers.given:
+    if workers.is_given:
         if link != "embedded":
             raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
         from fedquilt.tools.experiments import watched_run
 
-        again = " ".join([again, *workers.words])
+        again = " ".join([again, *workers.arguments])
         try:
-            return homes.ended(home, *watched_run.told(plan, wordy=wordy() > 0, **workers.options()), again)
+            return homes.report_end(
+                home, *watched_run.run_and_print(plan, wordy=verbosity() > 0, **workers.to_keywords()), again
+            )
         except KeyboardInterrupt:
-            return homes.ended(home, "", "running", again)
+            return homes.report_end(home, "", "running", again)
     if link == "memory":
         try:
-            return homes.ended(home, *tool.virtually(plan, wordy=wordy() > 0), again)
+            return homes.report_end(home, *tool.run_fleet_virtually(plan, wordy=verbosity() > 0), again)
         except KeyboardInterrupt:
-            return homes.ended(home, "", "running", again)
-    given = broker.table() if link == "broker" else None
-    return homes.ended(home, *tool.really(plan, given, agents_only=agents_only, wordy=wordy() > 0), again)
+            return homes.report_end(home, "", "running", again)
+    given = broker.to_table() if link == "broker" else None
+    return homes.report_end(
+        home, *tool.run_fleet_on_broker(plan, given, agents_only=agents_only, wordy=verbosity() > 0), again
+    )

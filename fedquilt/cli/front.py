@@ -12,11 +12,11 @@ from fedquilt.cli.commands import option, verb
 @options.job_argument
 @option("--bundle", type=options.FOLDER, help="The bundle that `prepare` made (default: JOB.bundle).")
 @option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing of the front.")
-@options.format
+@options.format_option
 def front(job: Path, bundle: Path | None, out: Path | None, format: str) -> int:
-    """Show how long and how dear rounds of a job can be on its [fleet], as rounds planned for energy are."""
+    """Show the trade-off between round duration and energy."""
     from fedquilt import progress
     from fedquilt.tools.experiments import energy_front as tool
 
-    with progress.during(f"planning rounds of {job}"):
-        return tool.main(homes.load_job(job), homes.bundle_of(job, bundle), out, format)
+    with progress.show_progress(f"planning rounds of {job}"):
+        return tool.main(homes.load_job(job), homes.bundle_folder(job, bundle), out, format)

@@ -30,7 +30,7 @@ NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values 
     "--method",
     metavar="METHOD",
     help="Method of the job (default: ask, or fedavg where nobody can be asked).",
-    shell_complete=options.methods,
+    shell_complete=options.complete_methods,
 )
 @option(
     "--data",
@@ -56,10 +56,10 @@ def init(
     agent: bool,
     force: bool,
 ) -> None:
-    """Write a commented job file, from a few questions or from options.
+    """Write a commented job file, from questions or from options.
 
-    On a terminal, `init` asks for what no option says. The job trains a small network whose shape fits the data; for a
-    method that begins with donors, the donors are two of torchvision's networks for images.
+    On a terminal, `init` asks for missing options. The job trains a small network whose shape fits the data. For a
+    method with donors, the donors are two of torchvision's image networks.
     """
     from fedquilt import disk
 
@@ -69,41 +69,34 @@ def init(
             raise StoreError(f"{file} exists already: --force overwrites it, --out names another file")
     chosen = method or _ask("method (`fedquilt methods` lists them)", "fedavg")
     donors = _has_donors(chosen)
-    path, shape, classes = _place(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
+    path, shape, classes = _locate_data(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
     if donors:
         _require_images(chosen, path, shape)
     count = devices or int(_ask("devices", 4, options.POSITIVE))
     rounds = rounds or int(_ask("rounds", 200 if donors else 10, options.POSITIVE))
-    texts = ["\n".join(_job(out, chosen, path, shape, classes, count, rounds))]
+    texts = ["\n".join(_job_lines(out, chosen, path, shape, classes, count, rounds))]
     if agent:
-        texts.append("\n".join(_agent(path)))
+        texts.append("\n".join(_agent_lines(path)))
     if path.name == "digits.npz" and not (out.parent / path).exists():
-        disk.ready(out)
-        shutil.copyfile(_digits(), out.parent / path)
+        disk.make_output_folder(out)
+        shutil.copyfile(_digits_path(), out.parent / path)
     for file, text in zip(files, texts, strict=True):
-        disk.write(file, text + "\n")
+        disk.write_output(file, text + "\n")
         print(f"wrote {file}")
     print(f"next: `fedquilt prepare {out}`, then `fedquilt fleet {out} --link memory`")
 
 
 def _ask(question: str, default: Any, kind: options.Checked | None = None) -> Any:
-    """The answer on a terminal; elsewhere the default."""
     return click.prompt(question, default=default, type=kind, err=True) if sys.stdin.isatty() else default
 
 
 def _has_donors(method: str) -> bool:
-    """Whether a method runs blocks of donors instead of training a network.
-
-    Raises:
-        JobError: there is no such method.
-    """
     from fedquilt import methods
 
     return "onnx" in methods.load(method).engines
 
 
 def _require_images(method: str, path: Path, shape: tuple[int, ...]) -> None:
-    """Raise JobError unless examples of this shape are images, as the donors take them."""
     if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3)):
         return
     raise JobError(
@@ -112,35 +105,31 @@ def _require_images(method: str, path: Path, shape: tuple[int, ...]) -> None:
     )
 
 
-def _digits() -> Path:
+def _digits_path() -> Path:
     from fedquilt.tools import demo
 
     return demo.HERE / "digits.npz"
 
 
-def _place(data: str, out: Path) -> tuple[Path, tuple[int, ...], int]:
-    """Where the examples are, as the job file names it; the shape of one, and how many classes there are.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+def _locate_data(data: str, out: Path) -> tuple[Path, tuple[int, ...], int]:
+    # The path is relative to the job file. Shape and number of classes are read from the data.
     from fedquilt.data import examples
     from fedquilt.data.spec import DataSpec
 
-    given = _digits() if data == DIGITS else Path(data)
-    reader = examples.open_(DataSpec.parse({"path": str(given.resolve())}))
+    given = _digits_path() if data == DIGITS else Path(data)
+    reader = examples.open_split(DataSpec.parse({"path": str(given.resolve())}))
     classes = max(2, int(reader.y.max(initial=0)) + 1)
     named = Path("digits.npz") if data == DIGITS else Path(os.path.relpath(given, out.parent))
     return named, tuple(reader.shape), classes
 
 
-def _job(
+def _job_lines(
     out: Path, method: str, data: Path, shape: tuple[int, ...], classes: int, devices: int, rounds: int
 ) -> Iterator[str]:
     from fedquilt import methods
     from fedquilt.tools.experiments import method_pages
 
-    card = method_pages.card(method)
+    card = method_pages.make_card(method)
     name = re.sub(r"[^a-z0-9._-]+", "-", out.stem.lower()).strip("-._")[:40] or "job"
     donors = _has_donors(method)
     yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # hold defaults."
@@ -160,7 +149,9 @@ def _job(
         about = each.about.replace("\n", " ")
         needed = each.name in NEEDED.get(method, {})
         value = NEEDED[method][each.name] if needed else each.default
-        yield f"{'' if needed else '# '}{each.name.ljust(wide)} = {_value(value)}" + (f"   # {about}" if about else "")
+        yield f"{'' if needed else '# '}{each.name.ljust(wide)} = {_toml_value(value)}" + (
+            f"   # {about}" if about else ""
+        )
     yield ""
     yield "[cohort]"
     yield "# size = 0            # devices that take part in a round; 0: all"
@@ -170,7 +161,7 @@ def _job(
         yield "[check]"
         yield "every = 1             # rounds between evaluations on the examples that each device holds out"
     yield ""
-    yield from _donors() if donors else _model(math.prod(shape), classes, methods.load(method).frozen)
+    yield from _donor_lines() if donors else _model_lines(math.prod(shape), classes, methods.load(method).frozen)
     yield ""
     yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
     yield f"path = {json.dumps(str(data))}"
@@ -184,7 +175,7 @@ def _job(
     yield f'budgets = ["{"1GB" if donors else "256MB"}"]   # memory that a task may take'
 
 
-def _model(inputs: int, classes: int, frozen: str) -> Iterator[str]:
+def _model_lines(inputs: int, classes: int, frozen: str) -> Iterator[str]:
     yield "[model]               # `fedquilt prepare` makes its first weights"
     yield 'name = "mlp"          # fully connected; docs/jobs.md lists the other networks'
     yield f"inputs = {inputs}"
@@ -194,7 +185,7 @@ def _model(inputs: int, classes: int, frozen: str) -> Iterator[str]:
         yield f'# weights = "FILE"    # of a pre-trained network, of which the method keeps {frozen}'
 
 
-def _donors() -> Iterator[str]:
+def _donor_lines() -> Iterator[str]:
     yield "[input]               # of the donors: images are scaled to it, and standardised as ImageNet's"
     yield "channels = 3"
     yield "size = 64             # larger images are told apart better, and take more time"
@@ -208,13 +199,13 @@ def _donors() -> Iterator[str]:
         yield 'weights = "DEFAULT"   # torchvision\'s, which `fedquilt prepare` downloads; or a file'
 
 
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if value is None:
         return "..."
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def _agent(data: Path) -> Iterator[str]:
+def _agent_lines(data: Path) -> Iterator[str]:
     name = re.sub(r"[^a-z0-9._-]+", "-", socket.gethostname().lower()).strip("-._")[:60] or "board"
     yield "# A board's settings, for `fedquilt agent`; docs/boards.md has more. Lines that begin with # hold defaults."
     yield ""

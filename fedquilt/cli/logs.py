@@ -18,17 +18,17 @@ from fedquilt.cli.commands import option, verb
     metavar="TRACKER[:WHERE]",
     help="Also report every finished round to a tracker: tensorboard:FOLDER, mlflow:EXPERIMENT or wandb:PROJECT.",
 )
-@options.home
-@options.format
+@options.home_option
+@options.format_option
 def logs(run: str, follow: bool, track: tuple[str, ...], home: Path, format: str) -> None:
-    """Show what happened in a run, round by round."""
+    """Show the events of a run, round by round."""
     from fedquilt.coordinator.views import terminal
 
-    with homes.existing(home) as store, contextlib.ExitStack() as stack:
+    with homes.open_existing_home(home) as store, contextlib.ExitStack() as stack:
         id, watch = store.job(run).id, {}
         if track:
             from fedquilt import tracking
 
-            told = tracking.Audience([tracking.named(each) for each in track])
-            watch = {"watch": stack.enter_context(tracking.following(home, id, told))}
+            told = tracking.Audience([tracking.tracker_from_text(each) for each in track])
+            watch = {"watch": stack.enter_context(tracking.follow_run(home, id, told))}
         terminal.print_log(store, id, follow=follow, json=format == "json", **watch)

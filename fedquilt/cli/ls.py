@@ -9,16 +9,16 @@ from fedquilt.cli.commands import verb
 
 
 @verb()
-@options.home
-@options.format
+@options.home_option
+@options.format_option
 def ls(home: Path, format: str) -> None:
-    """List the runs in --home: status, rounds, joules, and the bytes that each alone takes on the disk."""
+    """List the runs in --home with status, rounds, energy and exclusive disk space."""
     from fedquilt.coordinator import housekeeping
     from fedquilt.coordinator.views import log
     from fedquilt.transport import sealed
 
-    with homes.existing(home) as store:
-        own = housekeeping.own(store)
-        rows = [log.summary(row, store, own) for row in store.all_jobs()]
+    with homes.open_existing_home(home) as store:
+        own = housekeeping.exclusive_bytes(store)
+        rows = [log.summarise_run(row, store, own) for row in store.all_jobs()]
         told = [sealed.UNSIGNED] if store.signed() is False else []
-    homes.show(format, rows, [*(log.lines(rows) or [homes.empty(home)]), *told])
+    homes.print_rows(format, rows, [*(log.format_runs(rows) or [homes.no_runs_message(home)]), *told])

@@ -9,12 +9,12 @@ from fedquilt.cli.commands import argument, option, verb
 
 
 @verb()
-@argument("method", "The method to show.", required=False, shell_complete=options.methods)
+@argument("method", "The method to show.", required=False, shell_complete=options.complete_methods)
 @option("--out", type=options.FOLDER, metavar="FOLDER", help="Folder to write a page for each method into.")
-@options.format
+@options.format_option
 def methods(method: str | None, out: Path | None, format: str) -> None:
-    """List the methods, or show one's paper, deviations and parameters."""
+    """List the methods, or show a method's paper, deviations and parameters."""
     from fedquilt.tools.experiments import method_pages as tool
     from fedquilt.tools.experiments import papers
 
-    tool.main(method, out, format, papers.covering)
+    tool.main(method, out, format, papers.find_tables_of_method)

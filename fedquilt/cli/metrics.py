@@ -17,7 +17,7 @@ from fedquilt.cli.commands import option, verb
     help="Where `fedquilt serve --metrics` serves, as Prometheus reaches it.",
 )
 def metrics(out: Path, target: str) -> None:
-    """Write a Grafana dashboard, Prometheus alert rules and a configuration for the coordinator's metrics."""
+    """Write a Grafana dashboard, Prometheus alert rules and configuration."""
     from fedquilt.tools import metrics as tool
 
-    print("\n".join(map(str, tool.write(out, target))))
+    print("\n".join(map(str, tool.write_monitoring_files(out, target))))

@@ -1,4 +1,4 @@
-"""Options that several verbs share, the kinds of words that options take, and what a shell completes for them."""
+"""Options shared by several verbs, their value types, and shell completion."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
 class Checked(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A word that `read` turns into a value; it raises ValueError with a sentence.
+    """Value type parsed by a function, which raises ValueError with a sentence.
 
     Args:
-        name: Shown in --help in place of the word.
-        read: The function.
+        name: Placeholder in --help.
+        read: Parsing function.
     """
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name, self.read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value of a word; what is no text is one already."""
         try:
             return self.read(value) if isinstance(value, str) else value
         except ValueError as error:
@@ -42,67 +41,65 @@ class Checked(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 class File(click.Path):
-    """A path, of which nothing is checked here: whoever opens it says what is wrong, with the exit code for that."""
+    """Path without checks. Errors of later use have their own exit codes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path."""
         return Path(value)
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """One of some words; another is answered with the nearest."""
+    """Choice of words, with the nearest one in the error for an unknown word."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The word."""
         known = [str(each) for each in self.choices]
         if value not in known:
-            self.fail(f"{value!r} is none of {', '.join(known)}{config.nearest(str(value), known)}", param, ctx)
+            self.fail(f"{value!r} is none of {', '.join(known)}{config.suggest_nearest(str(value), known)}", param, ctx)
         return value
 
 
-def _number(text: str, kind: type[int] | type[float]) -> Any:
+def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
     try:
         return kind(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a {'whole number' if kind is int else 'number'}") from None
 
 
-def _positive(text: str) -> int:
-    value: int = _number(text, int)
+def _parse_positive(text: str) -> int:
+    value: int = _parse_number(text, int)
     if value < 1:
         raise ValueError(f"{value} is less than 1")
     return value
 
 
-def _count(text: str) -> int:
-    value: int = _number(text, int)
+def _parse_count(text: str) -> int:
+    value: int = _parse_number(text, int)
     if value < 0:
         raise ValueError(f"{value} is less than 0")
     return value
 
 
-def _port(text: str) -> int:
-    value: int = _number(text, int)
+def _parse_port(text: str) -> int:
+    value: int = _parse_number(text, int)
     if not 0 < value < 65536:
         raise ValueError(f"{value} is no port: 1 to 65535")
     return value
 
 
-def _above_0(text: str) -> float:
-    value: float = _number(text, float)
+def _parse_above_0(text: str) -> float:
+    value: float = _parse_number(text, float)
     if not 0 < value < float("inf"):
         raise ValueError(f"{text} is not above 0")
     return value
 
 
-def _seconds(text: str) -> float:
-    value: float = _number(text, float)
+def _parse_seconds(text: str) -> float:
+    value: float = _parse_number(text, float)
     if not 0 < value < 1e9:
         raise ValueError(f"{text} is no time in seconds")
     return value
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", text):
         raise ValueError(f"{text!r}: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9")
     return text
@@ -110,22 +107,21 @@ def _name(text: str) -> str:
 
 PATH: Final = File()
 FOLDER: Final = File(file_okay=False)
-POSITIVE: Final = Checked("n", _positive)
-PORT: Final = Checked("port", _port)
-ABOVE_0: Final = Checked("x", _above_0)
-SECONDS: Final = Checked("s", _seconds)
-NAME: Final = Checked("name", _name)
-COUNT: Final = Checked("n", _count)
-TIME: Final = Checked("time", units.seconds)
-WHOLE: Final = Checked("n", lambda text: _number(text, int))
-NUMBER: Final = Checked("x", lambda text: _number(text, float))
+POSITIVE: Final = Checked("n", _parse_positive)
+PORT: Final = Checked("port", _parse_port)
+ABOVE_0: Final = Checked("x", _parse_above_0)
+SECONDS: Final = Checked("s", _parse_seconds)
+NAME: Final = Checked("name", _parse_name)
+COUNT: Final = Checked("n", _parse_count)
+TIME: Final = Checked("time", units.parse_seconds)
+WHOLE: Final = Checked("n", lambda text: _parse_number(text, int))
+NUMBER: Final = Checked("x", lambda text: _parse_number(text, float))
 
 
 # -- what a shell completes -----------------------------------------------------------------------
 
 
-def runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Ids of the runs in --home, the latest first, and the names of their jobs; none where it cannot be read."""
+def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from fedquilt.core import FedquiltError
 
     home = Path(context.params.get("home") or HOME)
@@ -141,37 +137,32 @@ def runs(context: click.Context, parameter: click.Parameter, incomplete: str) ->
     return [each for each in found if each.startswith(incomplete)]
 
 
-def methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Names of methods."""
+def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from fedquilt import methods as known
 
-    return [each for each in [*known.names(), *known.outside()] if each.startswith(incomplete)]
+    return [each for each in [*known.builtin_names(), *known.plugin_names()] if each.startswith(incomplete)]
 
 
-def boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Names of boards that have a profile."""
+def complete_boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from fedquilt import profiles
 
-    return [each for each in profiles.names() if each.startswith(incomplete)]
+    return [each for each in profiles.board_names() if each.startswith(incomplete)]
 
 
 # -- options --------------------------------------------------------------------------------------
 
 
-def home(function: F) -> F:
-    """--home: the coordinator's folder."""
+def home_option(function: F) -> F:
     return option("--home", type=FOLDER, default=HOME, help="The coordinator's folder.")(function)
 
 
-def format(function: F) -> F:
-    """--format: text for people, JSON for programs."""
+def format_option(function: F) -> F:
     return option("--format", type=OneOf(("text", "json")), default="text", help="Output for people, or for programs.")(
         function
     )
 
 
-def log_format(function: F) -> F:
-    """--log-format: sentences for people, or a JSON object a line with ids of run, round and device."""
+def log_format_option(function: F) -> F:
     return option(
         "--log-format",
         type=OneOf(("text", "json")),
@@ -181,24 +172,20 @@ def log_format(function: F) -> F:
 
 
 def run_argument(function: F) -> F:
-    """RUN: which run."""
-    return argument("run", "A run's id, or a job's name for its latest run.", shell_complete=runs)(function)
+    return argument("run", "A run's id, or a job's name for its latest run.", shell_complete=complete_runs)(function)
 
 
 def job_argument(function: F) -> F:
-    """JOB: a job file."""
     return argument("job", "The job file, TOML.", type=PATH)(function)
 
 
-def bundle(function: F) -> F:
-    """--bundle: what `prepare` made."""
+def bundle_option(function: F) -> F:
     return option("--bundle", type=FOLDER, help="The bundle that `prepare` made (default: JOB.bundle beside the job).")(
         function
     )
 
 
-def authority(function: F) -> F:
-    """--ca: the folder of a fleet's certificate authority."""
+def authority_option(function: F) -> F:
     return option("--ca", type=FOLDER, default=Path("fedquilt-ca"), help="Folder of the certificate authority.")(
         function
     )
@@ -206,8 +193,6 @@ def authority(function: F) -> F:
 
 @dataclass(frozen=True)
 class Broker:
-    """The broker as options give it."""
-
     url: str | None
     ca: Path | None
     cert: Path | None
@@ -217,21 +202,17 @@ class Broker:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that were given, by their names in an agent.toml."""
         named = {"ca": self.ca, "cert": self.cert, "key": self.key, "password_file": self.password_file}
         return {name: path for name, path in named.items() if path is not None}
 
-    def table(self) -> dict[str, Any]:
-        """The broker as an agent.toml's [broker] table."""
+    def to_table(self) -> dict[str, Any]:
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
 
 
-def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that adds the options of a broker; the function gets them as `broker`, a `Broker`."""
-
+def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def called(**given: Any) -> Any:
+        def wrapper(**given: Any) -> Any:
             files = {name: given.pop(name) for name in ("ca", "cert", "key", "password_file", "fleet")}
             return function(broker=Broker(given.pop("broker"), **files), **given)
 
@@ -256,42 +237,35 @@ def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Calla
                 option("--fleet", type=NAME, default="fleet", help="Name of the fleet in MQTT topics.", group="Broker"),
             )
         ):
-            called = add(called)
-        return called
+            wrapper = add(wrapper)
+        return wrapper
 
     return decorate
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Who carries simulated boards' work out, as options give it."""
-
     engine: str | None
     count: int | None
     mixed: bool
 
     @property
-    def given(self) -> bool:
-        """Whether any of the options was given."""
+    def is_given(self) -> bool:
         return self.engine is not None or self.count is not None or self.mixed
 
     @property
-    def words(self) -> list[str]:
-        """The options as they were given."""
+    def arguments(self) -> list[str]:
         engine = [] if self.engine is None else ["--engine", self.engine]
         count = [] if self.count is None else ["--workers", str(self.count)]
         return [*engine, *count, *(["--mixed"] if self.mixed else [])]
 
-    def options(self) -> dict[str, Any]:
-        """As the functions of `fedquilt.tools.experiments` take them."""
+    def to_keywords(self) -> dict[str, Any]:
         return {"engine": self.engine or "auto", "workers": self.count, "mixed": self.mixed}
 
 
-def workers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the options of simulated boards' workers; the function gets them as `workers`."""
-
+def worker_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def called(**given: Any) -> Any:
+    def wrapper(**given: Any) -> Any:
         found = Workers(given.pop("engine"), given.pop("workers"), given.pop("mixed"))
         return function(workers=found, **given)
 
@@ -317,41 +291,39 @@ def workers(function: Callable[..., Any]) -> Callable[..., Any]:
             group="Workers",
         ),
     ):
-        called = add(called)
-    return called
+        wrapper = add(wrapper)
+    return wrapper
 
 
 @dataclass(frozen=True)
 class Blobs:
-    """Places of models and updates beside the broker, as options give them."""
-
     http: str | None
     url: str | None
     s3: str | None
 
     @property
-    def given(self) -> list[str]:
-        """The options that were given."""
+    def given_options(self) -> list[str]:
         named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-s3": self.s3}
         return [name for name, value in named.items() if value is not None]
 
-    def where(self, ca: Path | None) -> Any:
-        """The places as a coordinator takes them; `ca`: authority of the store's certificate.
+    def to_locations(self, ca: Path | None) -> Any:
+        """Return the blob locations for a coordinator.
+
+        Args:
+            ca: Certificate authority of the object store, or None.
 
         Raises:
-            JobError: an address is malformed, boards cannot reach it, or a bucket's key is missing.
+            JobError: If an address is malformed or unreachable for devices, or a bucket's key is missing.
         """
         from fedquilt.coordinator.object_store import Bucket
         from fedquilt.coordinator.places import Where
 
-        return Where(self.http, self.url, None if self.s3 is None else Bucket.parse(self.s3, os.environ), ca)
+        return Where(self.http, self.url, None if self.s3 is None else Bucket.from_url(self.s3, os.environ), ca)
 
 
-def blobs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of places beside the broker; the function gets them as `blobs`, a `Blobs`."""
-
+def blob_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def called(**given: Any) -> Any:
+    def wrapper(**given: Any) -> Any:
         return function(blobs=Blobs(*(given.pop(f"blobs_{name}") for name in ("http", "url", "s3"))), **given)
 
     for add in reversed(
@@ -374,16 +346,11 @@ def blobs(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
         )
     ):
-        called = add(called)
-    return called
+        wrapper = add(wrapper)
+    return wrapper
 
 
-def exclusive(**given: Any) -> None:
-    """Refuse a command line that has more than one of these options.
-
-    Raises:
-        click.UsageError: names two that were given.
-    """
+def require_exclusive(**given: Any) -> None:
     named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     if len(named) > 1:
         raise click.UsageError(f"{named[0]} and {named[1]}: one of them, not both", click.get_current_context())

@@ -12,11 +12,11 @@ from fedquilt.cli.commands import option, verb
 @options.job_argument
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing with a dot for each device and class.")
-@options.format
+@options.format_option
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
-    """Show how a job's [data] table divides the examples among its devices."""
+    """Show the partition of a job's examples among its devices."""
     from fedquilt import progress
     from fedquilt.tools.report import partition as tool
 
-    with progress.during(f"sharing out the examples of {job}"):
+    with progress.show_progress(f"sharing out the examples of {job}"):
         return tool.main(homes.load_job(job), devices, out, format)

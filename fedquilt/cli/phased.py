@@ -1,4 +1,4 @@
-"""Options of the commands that bring something to boards in phases: `deploy`, `upgrade` and `settings`."""
+"""Rollout options, shared by `deploy`, `upgrade` and `settings`."""
 
 from __future__ import annotations
 
@@ -17,48 +17,43 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.store import Store
 
 
-def share(text: str) -> float:
-    """A share of a whole: 0.05 of "5%"; a number without a sign of percent is one of percent too.
+def parse_share(text: str) -> float:
+    """Parse a share such as "5%" as 0.05. The percent sign is optional.
 
     Raises:
-        ValueError: it is none, or not between 0 and 100 %.
+        ValueError: If the text is not a share from 0 to 100 %.
     """
-    value = units.amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
+    value = units.parse_amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
     if not 0 <= value <= 1:
         raise ValueError(f"{text} is not between 0 % and 100 %")
     return round(value, 9)
 
 
-def points(text: str) -> float:
-    """A difference of two accuracies: -0.005 of "-0.5pt".
+def parse_points(text: str) -> float:
+    """Parse a difference of accuracies such as "-0.5pt" as -0.005.
 
     Raises:
-        ValueError: it is none.
+        ValueError: If the text is not a number of points from -100 to 100.
     """
-    value = units.amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
+    value = units.parse_amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
     if not -1 <= value <= 1:
         raise ValueError(f"{text} is not between -100pt and 100pt")
     return round(value, 9)
 
 
-def size(text: str) -> int:
-    """A number of bytes: 500_000_000 of "500MB".
-
-    Raises:
-        ValueError: it is none.
-    """
+def parse_size(text: str) -> int:
     from fedquilt.core import JobError
-    from fedquilt.edge_agent.settings import size_bytes
+    from fedquilt.edge_agent.settings import parse_size
 
     try:
-        return size_bytes(text)
+        return parse_size(text)
     except JobError as error:
         raise ValueError(str(error)) from None
 
 
-SHARE = options.Checked("share", share)
-POINTS = options.Checked("points", points)
-SIZE = options.Checked("size", size)
+SHARE = options.Checked("share", parse_share)
+POINTS = options.Checked("points", parse_points)
+SIZE = options.Checked("size", parse_size)
 WHEN: Final = "When"
 PHASES: Final = (
     option(
@@ -88,88 +83,75 @@ TIMES: Final = (
 
 
 class Phased:
-    """What the options say of a rollout."""
-
     def __init__(self, **given: Any) -> None:
         self._given = given
 
-    def plan(self, kind: wire.Kind, name: str, **more: Any) -> Plan:
-        """The plan of a rollout.
-
-        Raises:
-            JobError: it could not be carried out.
-        """
+    def make_plan(self, kind: wire.Kind, name: str, **more: Any) -> Plan:
         from fedquilt.coordinator.rollouts import Plan
 
         plan = Plan(kind=kind, name=name[:200], **self._given, **more)
-        plan.require()
+        plan.require_valid()
         return plan
 
 
-def options_of(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that adds the options of a rollout; the function gets them as `phased`, a `Phased`.
+def rollout_options(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds rollout options. The function gets a `Phased` as `phased`.
 
     Args:
-        more: options between those of phases and those of times, which the function gets by their own names.
+        more: Further options, listed between phases and times, which the function gets by name.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def called(**given: Any) -> Any:
+        def wrapper(**given: Any) -> Any:
             names = ("select", "canary", "phases", "abort_above", "force")
             said = {name: given.pop(name) for name in names}
             said |= {"patience_s": given.pop("patience"), "soak_s": given.pop("soak")}
             return function(phased=Phased(**said, window=given.pop("window") or ""), **given)
 
         for add in reversed((*PHASES, *more, *TIMES)):
-            called = add(called)
-        return called
+            wrapper = add(wrapper)
+        return wrapper
 
     return decorate
 
 
-def begin(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path) -> None:
-    """Queue a rollout, and say where to look.
+def submit_rollout(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path) -> None:
+    """Queue a rollout, and print its id and what it waits for.
 
     Raises:
-        JobError: it cannot be carried out, or one of its kind is under way.
-        StoreError: the home cannot be written.
+        JobError: If the plan is impossible, or another rollout of its kind is in progress.
+        StoreError: If the home cannot be written.
     """
     from fedquilt.coordinator import requests
     from fedquilt.coordinator.views import rollouts as view
 
     id = requests.queue_rollout(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
-    around = view.sight(home, store.rollouts)
-    if said := view.unchosen(plan, around):
+    around = view.load_context(home, store.rollouts)
+    if said := view.describe_empty_selection(plan, around):
         print(f"it waits for {said}")
     if not around.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
 
 
-def latest(store: Store, kind: wire.Kind) -> Rollout:
-    """The latest rollout of a kind.
-
-    Raises:
-        JobError: there is none.
-        StoreError: the home cannot be read.
-    """
+def find_latest_rollout(store: Store, kind: wire.Kind) -> Rollout:
     from fedquilt.core import JobError
 
-    for kept in reversed(store.rollouts.all()):
+    for kept in reversed(store.rollouts.readable_rollouts()):
         if kept.state.plan.kind == kind:
             return kept.state
     raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
 
 
-def take_back(store: Store, kind: wire.Kind) -> str:
-    """Take the latest rollout of a kind back, or end it if it is under way; says what comes of it.
+def roll_back_latest(store: Store, kind: wire.Kind) -> str:
+    """Roll back the latest rollout of a kind, or abort it while in progress, and return a message.
 
     Raises:
-        JobError: there is none, or it was taken back already.
-        StoreError: the home cannot be written.
+        JobError: If there is none, or it was rolled back already.
+        StoreError: If the home cannot be written.
     """
     from fedquilt.coordinator import requests
 
-    found = latest(store, kind)
-    return (requests.abort if found.under_way else requests.roll_back)(store, found.id)
+    found = find_latest_rollout(store, kind)
+    return (requests.abort_rollout if found.is_under_way else requests.roll_back_rollout)(store, found.id)

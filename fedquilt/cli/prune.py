@@ -16,24 +16,24 @@ from fedquilt.cli.commands import option, verb
 )
 @option("--dry-run", is_flag=True, help="List the runs that would be deleted, and delete nothing.")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@options.home
+@options.home_option
 def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, home: Path) -> int:
-    """Delete old runs that have ended; with both --keep and --older-than, runs that both select.
+    """Delete old runs that have ended, by age or number.
 
-    Runs that wait, run or were interrupted stay. Without either option only what no run needs is cleared: what a
-    killed `delete` left behind.
+    With both --keep and --older-than, a run must match both. Queued, running and interrupted runs are not deleted.
+    Without either option, only leftover files of interrupted deletions are removed.
     """
     from fedquilt.coordinator import housekeeping
 
-    with homes.existing(home) as store:
+    with homes.open_existing_home(home) as store:
         named = keep is not None or older_than is not None
-        ids = housekeeping.old(store, time.time(), keep, older_than) if named else []
+        ids = housekeeping.select_expired_runs(store, time.time(), keep, older_than) if named else []
         for id in ids:
             print(f"{'would delete' if dry_run else 'to delete'} {id}")
         if dry_run:
             return 0
-        if ids and not homes.agreed(f"delete {len(ids)} runs for good?", yes):
+        if ids and not homes.confirm(f"delete {len(ids)} runs for good?", yes):
             return 130
         found = housekeeping.remove_runs(store, ids)
-    print(f"deleted {len(ids)} runs: {homes.swept(found)}")
+    print(f"deleted {len(ids)} runs: {homes.format_freed_space(found)}")
     return 0

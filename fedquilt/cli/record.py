@@ -28,15 +28,15 @@ from fedquilt.cli.commands import option, verb
 )
 @option("--root", type=options.PATH, default=Path("/"), help="Folder that has proc and sys.")
 @option("--dry-run", is_flag=True, help="List the points that would be measured, and set nothing.")
-@options.format
+@options.format_option
 def record(
     out: Path | None, minutes: float, points: tuple[str, ...], socket: Path, root: Path, dry_run: bool, format: str
 ) -> int:
-    """Measure this board's speed and power at some of its clocks, and write its profile."""
+    """Measure this device's speed and power at several clocks, and write its profile."""
     from fedquilt import progress
     from fedquilt.tools.board import record as tool
 
-    with progress.during(f"measuring for at most {minutes:g} min"):
+    with progress.show_progress(f"measuring for at most {minutes:g} min"):
         return tool.main(
             out,
             minutes,
@@ -45,5 +45,5 @@ def record(
             root=root,
             dry_run=dry_run,
             format=format,
-            say=progress.LINE.aside,
+            say=progress.LINE.print_to_stdout,
         )

@@ -1,6 +1,6 @@
-"""The page of all commands, docs/commands.md, written from the commands themselves.
+"""Generator of docs/commands.md from the commands.
 
-python -m fedquilt.cli.reference > docs/commands.md
+Usage: python -m fedquilt.cli.reference > docs/commands.md
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import click
 
-from fedquilt.cli.commands import EPILOG, SECTIONS, Argument, Option, top
+from fedquilt.cli.commands import EPILOG, SECTIONS, Argument, Option, root_command
 
 HEAD = """# Commands
 
@@ -32,55 +32,53 @@ _FEDQUILT_COMPLETE=fish_source fedquilt | source
 """
 
 
-def page() -> str:
-    """The page, as Markdown."""
-    context = click.Context(top, info_name="fedquilt")
+def format_page() -> str:
+    context = click.Context(root_command, info_name="fedquilt")
     parts = [HEAD]
     for heading, names in SECTIONS.items():
         parts.append(f"## {heading}\n")
         for name in names:
-            found = top.get_command(context, name)
+            found = root_command.get_command(context, name)
             assert found is not None
-            parts += _command(found, click.Context(found, info_name=name, parent=context))
+            parts += _command_section(found, click.Context(found, info_name=name, parent=context))
     codes = EPILOG.removeprefix("\b\n").replace("\n", " ").removeprefix("exit codes: ")
-    return "\n".join([*parts, "## Exit codes\n", "| code | |", "|---|---|", *_codes(codes)]) + "\n"
+    return "\n".join([*parts, "## Exit codes\n", "| code | |", "|---|---|", *_exit_code_rows(codes)]) + "\n"
 
 
-def _codes(text: str) -> Iterator[str]:
+def _exit_code_rows(text: str) -> Iterator[str]:
     for each in text.replace("warnings, 11", "warnings; 11 doctor has").split("; "):
         code, what = each.split(" ", 1)
         yield f"| {code} | {what} |"
 
 
-def _command(command: click.Command, context: click.Context, level: int = 3) -> Iterator[str]:
+def _command_section(command: click.Command, context: click.Context, level: int = 3) -> Iterator[str]:
     words = [one.human_readable_name for one in command.params if isinstance(one, Argument)]
     usage = " ".join([context.command_path, "[OPTIONS]", *words, *(["VERB ..."] * isinstance(command, click.Group))])
     yield f"{'#' * level} `{context.command_path}`\n"
     yield f"{' '.join(inspect.cleandoc(command.help or '').split())}\n"
     yield f"`{usage}`\n"
-    rows = [row for one in command.params if (row := _row(one)) is not None]
+    rows = [row for one in command.params if (row := _parameter_row(one)) is not None]
     if rows:
         yield "| | |\n|---|---|\n" + "\n".join(rows) + "\n"
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None
-            yield from _command(inner, click.Context(inner, info_name=name, parent=context), level + 1)
+            yield from _command_section(inner, click.Context(inner, info_name=name, parent=context), level + 1)
 
 
-def _row(one: click.Parameter) -> str | None:
+def _parameter_row(one: click.Parameter) -> str | None:
     if isinstance(one, Argument):
-        return f"| `{one.human_readable_name}` | {_bars(one.text)} |"
+        return f"| `{one.human_readable_name}` | {_escape_cell(one.text)} |"
     if not isinstance(one, Option) or one.hidden or one.name == "verbose":
         return None
     default = one.default if one.show_default is True else None
     words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     about = f"{one.help} Default: `{words}`." if default is not None else str(one.help)
-    return f"| `{_bars(' '.join([', '.join(one.opts), *_word(one)]))}` | {_bars(about)} |"
+    return f"| `{_escape_cell(' '.join([', '.join(one.opts), *_value_placeholder(one)]))}` | {_escape_cell(about)} |"
 
 
-def _word(one: Option) -> list[str]:
-    """What stands for the option's word in the page; nothing for a flag."""
+def _value_placeholder(one: Option) -> list[str]:
     if one.is_flag or one.count:
         return []
     choices = getattr(one.type, "choices", None)
@@ -88,10 +86,9 @@ def _word(one: Option) -> list[str]:
     return [word + ("..." if one.many else "")]
 
 
-def _bars(text: str) -> str:
-    """Text for a cell of a table: a bar would end it."""
+def _escape_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(format_page(), end="")

@@ -11,11 +11,11 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @options.run_argument
 @option("--out", type=options.PATH, metavar="FILE", help="File for the page (default: RUN.html).")
-@options.home
+@options.home_option
 def report(run: str, out: Path | None, home: Path) -> None:
-    """Write one HTML page about a run: accuracy, time, energy, memory, who took part."""
+    """Write an HTML page about a run: accuracy, time, energy, memory and participants."""
     from fedquilt import progress
     from fedquilt.tools import report as tool
 
-    with homes.existing(home) as store, progress.during(f"making a page of {run}"):
-        progress.LINE.aside(f"{tool.main(store, run, out)}: {store.job(run).id}")
+    with homes.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
+        progress.LINE.print_to_stdout(f"{tool.main(store, run, out)}: {store.job(run).id}")

@@ -25,7 +25,7 @@ from fedquilt.cli.commands import argument, option, verb
     default=Path("fedquilt-compare"),
     help="Folder of finished runs, which are not repeated.",
 )
-@options.format
+@options.format_option
 def reproduce(
     table: str | None,
     data: Path | None,
@@ -38,7 +38,7 @@ def reproduce(
     kept: Path,
     format: str,
 ) -> int:
-    """Run a paper's table again beside its own numbers, or a grid of yours; without TABLE, list the tables."""
+    """Reproduce a table of a paper, or run a grid. Without TABLE, list the tables."""
     from fedquilt.tools.experiments import papers as tool
 
     return tool.main(

@@ -12,10 +12,13 @@ from fedquilt.cli.commands import argument, verb
 @argument("file", "What `fedquilt backup` wrote.", type=options.PATH)
 @argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
 def restore(file: Path, home: Path) -> None:
-    """Make a coordinator's home from a backup, each file compared with its hash; its runs go on from there."""
+    """Restore a coordinator's home from a verified backup, with resumable runs."""
     from fedquilt import progress, units
     from fedquilt.coordinator import backup as tool
 
-    with progress.during(f"restoring {home}"):
-        found = tool.restore(file, home)
-    print(f"{home}: {found.runs} runs, {units.size(found.bytes)}; `fedquilt serve --home {home}` goes on with them")
+    with progress.show_progress(f"restoring {home}"):
+        found = tool.restore_backup(file, home)
+    print(
+        f"{home}: {found.runs} runs, {units.format_bytes(found.bytes)}; `fedquilt serve --home {home}` goes "
+        "on with them"
+    )

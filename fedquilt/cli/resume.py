@@ -10,12 +10,12 @@ from fedquilt.cli.commands import verb
 
 @verb()
 @options.run_argument
-@options.home
-@options.blobs
-@options.broker()
+@options.home_option
+@options.blob_options
+@options.broker_options()
 def resume(run: str, home: Path, blobs: options.Blobs, broker: options.Broker) -> int:
-    """Continue a stopped, failed or interrupted run where it was."""
+    """Resume a stopped, failed or interrupted run."""
     from fedquilt.coordinator import requests
 
-    with homes.existing(home) as store:
-        return homes.follow(home, broker, blobs, store, lambda: requests.resume(store, run).id)
+    with homes.open_existing_home(home) as store:
+        return homes.run_to_end(home, broker, blobs, store, lambda: requests.resume_run(store, run).id)

@@ -12,7 +12,7 @@ LIMITS = "Limits: the run ends after the round in which one is reached; [stop] i
 
 @verb()
 @options.job_argument
-@options.bundle
+@options.bundle_option
 @option("--new", is_flag=True, help="Start a new run although one of this very job is unfinished.")
 @option(
     "--max-joules",
@@ -35,9 +35,9 @@ LIMITS = "Limits: the run ends after the round in which one is reached; [stop] i
     help="Seconds that a coordinator may spend on the run.",
     group=LIMITS,
 )
-@options.home
-@options.blobs
-@options.broker()
+@options.home_option
+@options.blob_options
+@options.broker_options()
 def run(
     job: Path,
     bundle: Path | None,
@@ -49,35 +49,35 @@ def run(
     blobs: options.Blobs,
     broker: options.Broker,
 ) -> int:
-    """Run a job and follow it to its end, here or on the coordinator that serves --home; arm one with a [trigger]."""
+    """Run a job to its end, here or on the serving coordinator, or arm its [trigger]."""
     from fedquilt import bundle as bundles
     from fedquilt.coordinator import preflight, settings
     from fedquilt.coordinator.store import ARMED, Store
 
-    read, folder = homes.load_job(job), homes.bundle_of(job, bundle)
-    read = settings.limited(read, max_joules, max_bytes, max_wall)
-    settings.require_honest(read)
-    made = bundles.load(folder)
+    read, folder = homes.load_job(job), homes.bundle_folder(job, bundle)
+    read = settings.with_limits(read, max_joules, max_bytes, max_wall)
+    settings.require_no_adversaries(read)
+    made = bundles.load_bundle(folder)
     with Store(home) as store:
-        id = None if new else store.unfinished(read, folder.resolve())
-        if id is not None and store.status(id) == ARMED:
+        id = None if new else store.find_unfinished(read, folder.resolve())
+        if id is not None and store.stored_status(id) == ARMED:
             print(f"{id} is armed already (--new arms another one)")
             return 0
         if id is None or read.trigger is not None:
-            preflight.require_made_for(read, made)
-            preflight.first_state(read, made)
+            preflight.require_matching_bundle(read, made)
+            preflight.create_initial_state(read, made)
         if read.trigger is not None:
-            id = store.add(read, folder.resolve())
+            id = store.add_job(read, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
             return 0
 
         def submit() -> str:
             if new:
-                return store.add(read, folder.resolve())
-            id, found = store.continue_or_add(read, folder.resolve())
+                return store.add_job(read, folder.resolve())
+            id, found = store.find_or_add_job(read, folder.resolve())
             if found:
                 print(f"continuing {id}, which is unfinished (--new begins anew)")
                 store.set_status(id, "running")
             return id
 
-        return homes.follow(home, broker, blobs, store, submit)
+        return homes.run_to_end(home, broker, blobs, store, submit)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import homes, options
-from fedquilt.cli.commands import option, verb, wordy
+from fedquilt.cli.commands import option, verb, verbosity
 from fedquilt.core import JobError
 
 
 @verb()
-@options.home
+@options.home_option
 @option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
-@options.blobs
+@options.blob_options
 @option(
     "--site",
     type=options.PATH,
@@ -20,8 +20,8 @@ from fedquilt.core import JobError
     help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
     "home, fleet, [broker]), which answers for the boards here.",
 )
-@options.log_format
-@options.broker()
+@options.log_format_option
+@options.broker_options()
 def serve(
     home: Path,
     metrics: str | None,
@@ -30,34 +30,34 @@ def serve(
     log_format: str,
     broker: options.Broker,
 ) -> None:
-    """Run the coordinator: carry out the jobs submitted to --home, side by side, until stopped."""
+    """Run the coordinator for the jobs in --home until stopped."""
     from fedquilt import logs
     from fedquilt.coordinator import limits
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, run_coordinator
 
-    where = blobs.where(broker.ca)
+    where = blobs.to_locations(broker.ca)
     with Store(home) as store:
         home = home.resolve()
-        if not store.lock():
+        if not store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already")
         limited = limits.load_limits(home)
-        console = Console(wordy=wordy() > 0, named=True)
+        console = Console(wordy=verbosity() > 0, named=True)
         if log_format == "json":
-            logs.as_json()
+            logs.use_json_logs()
             console = JsonConsole()
-        link, identity = homes.link_to(broker, console.say)
-        console.say(
+        link, identity = homes.make_link(broker, console.report)
+        console.report(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
         above = None
         if site is not None:
-            from fedquilt.tools.site.agent import connected
+            from fedquilt.tools.site.agent import connect_site_agent
 
-            above = connected(site, store)
-            console.say(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
+            above = connect_site_agent(site, store)
+            console.report(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
         run_coordinator(
             store,
             link,

@@ -31,10 +31,10 @@ def serve_model(
     labels: Path | None,
     listen_anywhere: bool,
 ) -> None:
-    """Answer with an exported network, take up the next one without dropping a request, and watch inputs for drift."""
+    """Serve predictions of an exported network, with updates in place and drift detection."""
     from fedquilt.tools import runner
 
-    options.exclusive(http=http, folder=folder, camera=camera)
+    options.require_exclusive(http=http, folder=folder, camera=camera)
     runner.main(
         models,
         listen=http or (None if folder or camera else "127.0.0.1:8080"),

@@ -16,12 +16,7 @@ from fedquilt.core import JobError
 NUMBERS: Final = ("max_w", "telemetry_s")
 
 
-def table(words: tuple[str, ...]) -> dict[str, Any]:
-    """Settings from words such as budget=1GB and labels=+canary,-old.
-
-    Raises:
-        JobError: a word that is none, or a key twice.
-    """
+def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -48,21 +43,23 @@ def table(words: tuple[str, ...]) -> dict[str, Any]:
     nargs=-1,
     metavar="[KEY=VALUE]...",
 )
-@phases.options_of()
+@phases.rollout_options()
 @option("--back", is_flag=True, help="Take the latest settings back: boards return to those before.")
-@options.home
+@options.home_option
 def settings(words: tuple[str, ...], phased: Phased, back: bool, home: Path) -> None:
-    """Set budget, labels, power and telemetry of boards, within what each board's own agent.toml allows."""
+    """Set budget, labels, power and telemetry of devices, within their agent.toml."""
     from fedquilt.edge_agent.upgrade import central
 
     if bool(words) == back:
         raise click.UsageError(
             "settings such as budget=1GB (before --to) or --back: one of them", click.get_current_context()
         )
-    with homes.existing(home) as store:
+    with homes.open_existing_home(home) as store:
         if back:
-            print(phases.take_back(store, "settings"))
+            print(phases.roll_back_latest(store, "settings"))
             return
-        given = table(words)
-        central.parse(given)
-        phases.begin(store, phased.plan("settings", " ".join(words), settings=given), None, " ".join(words), home)
+        given = parse_settings(words)
+        central.parse_remote_settings(given)
+        phases.submit_rollout(
+            store, phased.make_plan("settings", " ".join(words), settings=given), None, " ".join(words), home
+        )

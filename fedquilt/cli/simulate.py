@@ -20,22 +20,17 @@ from fedquilt.core import JobError
 def simulate(
     seed: int | None, schedule: str | None, seeds: str, among: tuple[str, ...], kinds: tuple[str, ...], processes: int
 ) -> int:
-    """Play federations whose disks, networks, clocks and processes fail, and check that nothing is lost by it."""
+    """Simulate federations with faults of disks, networks and clocks, and check the results."""
     from fedquilt.testing.faults import commands
 
     if schedule is not None:
-        return commands.one(commands.parsed(schedule, seed))
+        return commands.run_one(commands.parse_plan(schedule, seed))
     if seed is not None:
-        return commands.one(commands.drawn(seed, among, kinds))
-    return commands.many(_range(seeds), among, kinds, processes)
+        return commands.run_one(commands.draw_plan(seed, among, kinds))
+    return commands.run_many(_parse_seeds(seeds), among, kinds, processes)
 
 
-def _range(text: str) -> range:
-    """Seeds of "300" or "100-199".
-
-    Raises:
-        JobError: it is neither.
-    """
+def _parse_seeds(text: str) -> range:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text)
     if found is None:
         raise JobError(f"--seeds {text}: a number as 300, or from one to another as 100-199")

@@ -10,10 +10,10 @@ from fedquilt.cli.commands import verb
 
 @verb()
 @options.run_argument
-@options.home
+@options.home_option
 def stop(run: str, home: Path) -> None:
-    """Stop a run at the coordinator's next look at its store; `resume` continues it."""
+    """Stop a run, which `resume` can continue."""
     from fedquilt.coordinator import requests
 
-    with homes.existing(home) as store:
-        print(requests.stop(store, run))
+    with homes.open_existing_home(home) as store:
+        print(requests.stop_run(store, run))

@@ -14,22 +14,22 @@ from fedquilt.cli.phased import Phased
 
 @verb()
 @argument("bundle", "What `fedquilt flash --upgrade FILE` has made.", type=options.PATH, required=False)
-@phases.options_of()
+@phases.rollout_options()
 @option("--back", is_flag=True, help="Take the latest upgrade back: boards return to the version before.")
-@options.home
+@options.home_option
 def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None:
-    """Bring a version of the agent to the boards in phases; a version that does not hold is returned from."""
+    """Roll out an agent version to the devices in phases. Devices undo a failed upgrade."""
     from fedquilt.core import StoreError
     from fedquilt.edge_agent.upgrade import archive
 
     if (bundle is None) != back:
         raise click.UsageError("either BUNDLE or --back", click.get_current_context())
-    with homes.existing(home) as store:
+    with homes.open_existing_home(home) as store:
         if bundle is None:
-            print(phases.take_back(store, "agent"))
+            print(phases.roll_back_latest(store, "agent"))
             return
         with archive.open_bundle(bundle) as opened:
-            opened.check_wheels()
+            opened.verify_wheels()
             told, signed = opened.manifest, opened.signature is not None
         try:
             payload = bundle.read_bytes()
@@ -38,4 +38,4 @@ def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None
         if not signed:
             print("not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it")
         what = f"fedquilt {told.version} for {told.machine}, Python {told.python}, {len(payload) / 1e6:.1f} MB"
-        phases.begin(store, phased.plan("agent", told.version), payload, what, home)
+        phases.submit_rollout(store, phased.make_plan("agent", told.version), payload, what, home)

@@ -12,15 +12,15 @@ from fedquilt.cli.commands import option, verb
 @options.run_argument
 @option("--round", "number", type=options.WHOLE, metavar="N", help="Show this round only.")
 @option("--device", type=options.NAME, metavar="D", help="Show this device only.")
-@options.home
-@options.format
+@options.home_option
+@options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
-    """Show why devices were or were not asked in each round, and what became of their work."""
+    """Explain the selection of devices in each round, and the outcome of their tasks."""
     from fedquilt.coordinator.views import log, waits
     from fedquilt.coordinator.views import why as reasons
 
-    with homes.existing(home) as store:
-        parts, row = reasons.of(store, run), store.job(run)
+    with homes.open_existing_home(home) as store:
+        parts, row = reasons.load_outcomes(store, run), store.job(run)
         held_up = waits.describe_wait(row, store)
         warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.facts(row.id)))
     whole = number is None and device is None
@@ -28,4 +28,8 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     told += [warning] if warning and whole else []
     if whole and parts.state.phase == row.status == "failed":
         told += log.format_end("failed", parts.state.reason)
-    homes.show(format, reasons.select(parts.found, number, device), [*reasons.lines(parts, number, device), *told])
+    homes.print_rows(
+        format,
+        reasons.filter_outcomes(parts.found, number, device),
+        [*reasons.format_outcomes(parts, number, device), *told],
+    )

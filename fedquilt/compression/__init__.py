@@ -1,20 +1,18 @@
-"""Compression of updates: tensors travel unchanged, or in fewer bytes with a small error.
+"""Compression of updates: tensors are sent unchanged, or in fewer bytes with a small error.
 
-    raw    unchanged                                                                  4 bytes an entry
-    fp16   16-bit floats                                                              2 bytes an entry
-    int8   multiples of one step, a tensor's largest magnitude over 127               1 byte, and 4 a tensor
-    topk   the ceil(keep n) of n entries that moved most, with their places    4 + 1, 2 or 4 bytes an entry sent
+    raw    unchanged                                                             4 bytes per entry
+    fp16   16-bit floats                                                         2 bytes per entry
+    int8   multiples of one step, a tensor's largest magnitude over 127          1 byte per entry, 4 per tensor
+    topk   the ceil(keep n) of n entries that changed most, with their indices   4 + 1, 2 or 4 bytes per entry sent
 
-If the task sent a bundle of the same name with a tensor of the same name and shape, the tensor's change
-is rounded; "topk" sets the entries that it sends and leaves all others at their received values. The rest that int8
-and topk leave out stays on the device and is added to the next update (error feedback: Seide et al.,
-Interspeech 2014; Karimireddy et al., arXiv 1901.09847, EF-SGD), so that over the rounds nothing is lost.
-Any other tensor is rounded by itself, without memory, and by topk not at all. Only float32 arrays with axes are
-rounded: counters, bits, scalars, float64 sums and the network's buffers (a running variance may not become negative)
-travel unchanged under every codec. The task names the buffers (`Encoding.unchanged`), which `sparing` reads from the
-bundle's register.
+If the task's bundle of the same name has a tensor of the same name and shape, the tensor's change is rounded. With
+"topk", entries that are not sent keep their received values. The residual of int8 and topk is stored on the device and
+added to the next update (error feedback: Seide et al., Interspeech 2014, and Karimireddy et al., arXiv 1901.09847,
+EF-SGD). Any other tensor is rounded by itself, without a residual, and topk sends it unchanged. Only float32 arrays
+with axes are rounded. Counters, bits, scalars, float64 sums and the network's buffers (`Encoding.unchanged`, set by
+`exclude_buffers`) are sent unchanged by every codec.
 
-Downloads are lossless: one content serves all devices, is named by its sha256, and goes to each only once.
+Downloads are lossless: one blob serves all devices, and each device fetches it only once.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
 T = TypeVar("T")
 
 
-def sparing(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
-    """Return the encoding of a job with the names of its network's buffers, which travel unchanged.
+def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
+    """Return a job's encoding with its network's buffers excluded from compression.
 
     Args:
-        wire: Encoding that the job asks for.
-        meta: Meta of the job's bundle.
+        wire: Encoding of the job.
+        meta: Metadata of the job's bundle.
 
     Raises:
         ModelError: If the bundle has a network without a register.
@@ -58,26 +56,25 @@ def sparing(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
 # -- on the device --------------------------------------------------------------------------------
 
 
-def own(private: Tensors) -> dict[str, np.ndarray]:
-    """Part of a device's private state that belongs to the method."""
+def method_state(private: Tensors) -> dict[str, np.ndarray]:
     return {name: array for name, array in private.items() if not name.startswith(UNSENT)}
 
 
-def encoded(
+def encode_update(
     wire: Encoding, answer: Answer, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> Answer:
-    """Answer as it travels, with the rests left out in its private state.
+    """Return an update as sent, with the codec's residuals in its private state.
 
     Args:
-        wire: codec and its parameter.
-        answer: of the method.
-        base: returns the task's bundle of a name; None: it had none.
-        private: returns the state that the task began with, read only now, so that the work need not hold it. Its
-            arrays are overwritten.
+        wire: Codec and its parameter.
+        answer: Update made by the method.
+        base: Function that returns the task's bundle with a name, or None if the task has none.
+        private: Function that returns the private state of the task's start. It is called only now, to save memory
+            during training, and its arrays are overwritten.
 
     Raises:
-        UpdateError: a value is not finite, or too large for the codec.
-        ModelError: a tensor's name could be mistaken for a part's.
+        UpdateError: If a value is not finite, or too large for the codec.
+        ModelError: If a tensor's name contains the separator of parts.
     """
     if wire.codec == "raw":
         return answer
@@ -88,32 +85,33 @@ def encoded(
         tensors.require_finite(given)
         prefix = f"{UNSENT}{bundle}/"
         before = {name.removeprefix(prefix): array for name, array in kept.items() if name.startswith(prefix)}
-        bundles[bundle], unsent = encode(wire, given, base(bundle) or {}, before)
+        bundles[bundle], unsent = encode_bundle(wire, given, base(bundle) or {}, before)
         kept = {name: array for name, array in kept.items() if not name.startswith(prefix)}
         kept |= {prefix + name: array for name, array in unsent.items()}
     return replace(answer, bundles=bundles, local={**answer.local, **kept})
 
 
-def encode(
+def encode_bundle(
     wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Bundle as it travels, and the rest that is left out until the next time.
+    """Return a bundle as sent, and the residuals to add to the next update.
 
     Args:
-        wire: codec and its parameter.
-        given: tensors of the bundle.
-        base: bundle that it started from; {}: none.
-        unsent: rests of earlier updates, by tensor. Its arrays are overwritten: a board has no room for both.
+        wire: Codec and its parameter.
+        given: Tensors of the bundle.
+        base: Bundle at the start of the task, or {}.
+        unsent: Residuals of earlier updates, by tensor. The arrays are overwritten to save memory.
 
     Raises:
-        UpdateError, ModelError: as `encoded`.
+        UpdateError: If a value is not finite, or too large for the codec.
+        ModelError: If a tensor's name contains the separator of parts.
     """
     coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
     for name, array in given.items():
         if MARK in name:
             raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
-        start = _start(base, name, array.shape)
-        if name in unchanged or not _rounded(array) or (start is None and not coder.alone):
+        start = _find_start(base, name, array.shape)
+        if name in unchanged or not _can_round(array) or (start is None and not coder.alone):
             sent[name] = array
             continue
         before, rest = left.pop(name, None), None
@@ -132,30 +130,25 @@ def encode(
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def decoded(
+def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
-    """Bundles of an update as the method made them, up to the codec's error. `base`: as of `encoded`.
-
-    Raises:
-        UpdateError: as `decode`.
-    """
     if wire.codec == "raw":
         return bundles
-    return {name: decode(wire, sent, base(name) or {}) for name, sent in bundles.items()}
+    return {name: decode_bundle(wire, sent, base(name) or {}) for name, sent in bundles.items()}
 
 
-def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """Bundle given to `encode`, up to the codec's error.
+def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
+    """Return the bundle given to `encode_bundle`, up to the codec's error.
 
     Raises:
-        UpdateError: it is no output of this codec for that base; names the tensor.
+        UpdateError: If a tensor is not an output of this codec for this base.
     """
     tensors.require_finite(sent)
     coder = CODERS[wire.codec]
-    plain, split = _apart(wire, sent)
+    plain, split = _group_parts(wire, sent)
     for name, parts in split.items():
-        start = _start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
+        start = _find_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
         # one zero stands for all of them: an update may not make the coordinator hold twice what it tells
@@ -167,21 +160,21 @@ def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray
     return dict(sorted(plain.items()))
 
 
-def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) -> dict[str, Shaped]:
-    """Types and shapes of the tensors that `decode` would make, for checking a manifest.
+def decoded_specs(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) -> dict[str, Shaped]:
+    """Return the types and shapes of the tensors that `decode_bundle` would return.
 
     Args:
-        wire: codec of the job.
-        sent: types and shapes of the tensors as they travel.
-        like: expected tensors; their shapes are used where a codec does not send one.
+        wire: Codec of the job.
+        sent: Types and shapes of the tensors as sent, from the manifest.
+        like: Expected tensors, whose shapes are used where the codec sends none.
 
     Raises:
-        UpdateError: it is not what this codec makes; says which tensor.
+        UpdateError: If a tensor has types or shapes that this codec does not make.
     """
     if wire.codec == "raw":
         return dict(sent)
     coder = CODERS[wire.codec]
-    plain, split = _apart(wire, sent)
+    plain, split = _group_parts(wire, sent)
     for name, parts in split.items():
         shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
         if shape is None:
@@ -190,12 +183,7 @@ def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) ->
     return plain
 
 
-def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
-    """Tensors that travel as they are, and the parts of each that does not, by its name.
-
-    Raises:
-        UpdateError: a tensor has some of the codec's parts only, travels in both ways, or has to travel unchanged.
-    """
+def _group_parts(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
     coder = CODERS[wire.codec]
     plain: dict[str, T] = {}
     split: dict[str, dict[str, T]] = {}
@@ -214,14 +202,12 @@ def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[st
     return plain, split
 
 
-def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
-    """Tensor that a change starts from; None: there is none of its name and shape. Without a shape: any."""
+def _find_start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
     found = base.get(name)
-    if found is None or not _rounded(found) or shape not in (None, found.shape):
+    if found is None or not _can_round(found) or shape not in (None, found.shape):
         return None
     return found
 
 
-def _rounded(array: np.ndarray) -> bool:
-    """Whether a lossy codec may change a tensor of this type and shape."""
+def _can_round(array: np.ndarray) -> bool:
     return bool(array.dtype == np.float32 and array.ndim and array.size)

@@ -1,9 +1,8 @@
-"""Vocabulary of coordinator and devices: types only, no I/O, no arithmetic.
+"""Data types shared by coordinator and devices, without I/O and arithmetic.
 
-Everything here is a value (frozen), every physical quantity carries its unit in its name
-(`_s`, `_j`, `_bytes`, `_hz`, `_w`), and what cannot be measured is ``None``, never 0.
-Types that travel are msgspec structs (strictly decoded, see `fedquilt.wire`); types that stay in
-one process are dataclasses. Import them from here; the files beside this one only order them.
+All values are frozen. Every physical quantity has its unit in its name (`_s`, `_j`, `_bytes`, `_hz`, `_w`), and a
+quantity that cannot be measured is None, never 0. Messages are msgspec structs, which are decoded strictly (see
+`fedquilt.wire`). Values of one process are dataclasses. Import all names from this package.
 """
 
 from fedquilt.core.device import (
@@ -73,17 +72,17 @@ from fedquilt.core.method import (
     Settle,
     Site,
     Tensors,
-    adds_up,
-    alike,
-    checked_by,
-    expected,
-    expects,
-    required,
-    same_for,
-    same_for_all,
-    shapes,
-    soundness,
-    summed,
+    accumulator_check,
+    mergeable_type,
+    require_valid_update,
+    task_key,
+    tensor_shapes,
+    update_schema,
+    with_common_task,
+    with_mergeable_accumulators,
+    with_task_key,
+    with_update_check,
+    with_update_schema,
 )
 from fedquilt.core.places import (
     Place,
@@ -94,7 +93,7 @@ from fedquilt.core.rights import SiteRight
 from fedquilt.core.seeds import (
     derive_seed,
     derive_seeds,
-    derived,
+    seed_deriver,
 )
 from fedquilt.core.training import (
     Engine,
@@ -175,19 +174,19 @@ __all__ = [
     "Wired",
     "Word",
     "Work",
-    "adds_up",
-    "alike",
-    "checked_by",
+    "accumulator_check",
     "derive_seed",
     "derive_seeds",
-    "derived",
-    "expected",
-    "expects",
-    "required",
-    "same_for",
-    "same_for_all",
-    "shapes",
+    "mergeable_type",
+    "require_valid_update",
+    "seed_deriver",
     "shorten_error",
-    "soundness",
-    "summed",
+    "task_key",
+    "tensor_shapes",
+    "update_schema",
+    "with_common_task",
+    "with_mergeable_accumulators",
+    "with_task_key",
+    "with_update_check",
+    "with_update_schema",
 ]

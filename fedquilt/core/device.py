@@ -11,7 +11,7 @@ from fedquilt.core.messages import OperatingPoint, Work
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """Sensor values at one moment. None: not measurable on this board."""
+    """Sensor values at one moment. A value is None if the board cannot measure the quantity."""
 
     energy_j: float | None = None  # counted since the device object was made; None: the meter reports only power
     energy_source: str | None = None  # meter of both energy and power: the widest that answers
@@ -31,7 +31,7 @@ Covers: TypeAlias = Literal["board", "processor", "rail"]
 
 @dataclass(frozen=True)
 class Power:
-    """Output of a meter at one moment. None: not available, now or ever."""
+    """Output of a meter at one moment. A value is None if the meter does not measure it."""
 
     total_w: float | None = None  # watts of everything the meter covers
     source: str | None = None  # name of the meter in reports: "ina3221 VDD_IN", "shelly plug"
@@ -40,24 +40,27 @@ class Power:
 
 
 class Meter(Protocol):
-    """A sensor of power or energy: one of ours, or one from outside that agent.toml names.
+    """Sensor of power or energy, either built in or a plug-in named in agent.toml.
 
-    `read` is called up to ten times a second by the agent's loop: it has to return at once. A meter that waits for a
-    network does so in a thread of its own, and `read` returns the latest value, or `Power()` once that is old.
+    The event loop of the agent calls `read` up to ten times a second, so `read` must not block. A meter behind a
+    network reads in its own thread and returns the latest value, or `Power()` if the latest value is old.
     """
 
     @property
     def covers(self) -> Covers:
-        """Coverage of this meter: the widest one that is trusted is used for energy."""
+        """Part of the device that is measured. Of the trusted meters, the widest measures energy."""
         ...
 
     def read(self, now_s: float) -> Power:
-        """Current values at `now_s`, seconds of a monotonic clock."""
+        """Return the current values. `now_s` is in seconds of a monotonic clock."""
         ...
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time and energy of one task on a board, or a simulated board's prediction. Fields as in `Usage`."""
+    """Time and energy of one task, measured or predicted from a device profile.
+
+    The fields have the same meaning as in `Usage`.
+    """
 
     duration_s: float
     energy_j: float | None = None
@@ -68,36 +71,38 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Device(Protocol):
-    """A board: real or simulated. What is unknown is None."""
+    """Sensors and clock controls of a board, real or simulated. Unknown values are None."""
 
     board: str
     memory_bytes: int
     points: tuple[OperatingPoint, ...]  # (): not known
     idle_w: float | None
     provenance: str  # of the numbers above, as in `Profile`
-    adjustable: bool  # whether `hold` can set the clocks
+    adjustable: bool  # whether `pin_clocks` can set the clocks
 
     @property
     def holds(self) -> bool:
-        """Whether the held point is still set, as of the last `read`: another program may have changed the clocks."""
+        """Whether the pinned clocks were unchanged at the last reading of the sensors."""
         ...
 
-    def read(self, now_s: float) -> Reading:
-        """Read all sensors at `now_s`, seconds of a monotonic clock."""
+    def read_sensors(self, now_s: float) -> Reading:
+        """Return the values of all sensors. `now_s` is in seconds of a monotonic clock."""
         ...
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at one of `points`; returns the point that the board reports afterwards.
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
+        """Pin the clocks to one of `points` and return the operating point that the board reports.
 
         Raises:
-            ClockError: not adjustable, no such point, too hot, or the board reports other clocks.
+            ClockError: If the clocks are not adjustable, the point is unknown, the board is too hot, or the board
+            reports
+                other clocks afterwards.
         """
         ...
 
-    def release(self) -> None:
-        """Return the clocks to the board's own governor, as they were before the first `hold`."""
+    def unpin_clocks(self) -> None:
+        """Restore the clock settings from before the first `pin_clocks`."""
         ...
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """Cost of a task: as measured, or on a simulated board as its profile predicts at the point held."""
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
+        """Return the cost of a task: `measured`, or the profile's prediction on a simulated board."""
         ...

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: each kind has its exit code."""
+"""Errors that a user can fix, each kind with an exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ ERROR_MOST_CHARACTERS = 1000  # of a sentence on the wire
 
 
 def shorten_error(text: str, most_characters: int = ERROR_MOST_CHARACTERS) -> str:
-    """Return an error's text in one line of at most `most_characters`, without its middle if it is longer.
+    """Return an error's text in one line of at most `most_characters`, shortened in the middle.
 
     Libraries name the cause at the end of a long text, after the call stack. The beginning names the operation.
     """
@@ -18,64 +18,64 @@ def shorten_error(text: str, most_characters: int = ERROR_MOST_CHARACTERS) -> st
 
 
 class FedquiltError(Exception):
-    """Error that a user can mend. `exit_code` is the exit status of a command that it ends."""
+    """Base class of errors that a user can fix. `exit_code` is the exit status of a command."""
 
     exit_code = 1
 
 
 class JobError(FedquiltError):
-    """A job file, a setting or a command line that cannot be carried out as written."""
+    """Error in a job file, a setting or a command line."""
 
     exit_code = 2
 
 
 class DataError(FedquiltError):
-    """Examples that are absent, unreadable or of the wrong shape."""
+    """Error in a device's examples: missing, unreadable or of the wrong shape."""
 
     exit_code = 3
 
 
 class ModelError(FedquiltError):
-    """A network, donor, block or weight file that does not fit what is asked of it."""
+    """Error in a network, donor, block or weight file."""
 
     exit_code = 4
 
 
 class LinkError(FedquiltError):
-    """A broker that cannot be reached, refuses, or takes no packets of the size needed."""
+    """Error of a broker connection: broker unreachable, client refused or packet too large."""
 
     exit_code = 5
 
 
 class StoreError(FedquiltError):
-    """A folder or database that cannot be read or written; a full disk."""
+    """Error in reading or writing a folder or database."""
 
     exit_code = 6
 
 
 class DiskFullError(StoreError):
-    """A full disk, or a quota that is used up."""
+    """Error from a full disk or an exhausted quota."""
 
 
 class MemoryBudgetError(FedquiltError):
-    """A task that does not fit the memory it may use."""
+    """Error of a task that does not fit its memory budget."""
 
     exit_code = 7
 
 
 class ClockError(FedquiltError):
-    """Clocks that cannot be set here, or that did not take what they were set to."""
+    """Error in setting a device's clocks."""
 
     exit_code = 8
 
 
 class UpdateError(FedquiltError):
-    """An update that may not be folded: not finite, wrong names or shapes, or inconsistent."""
+    """Error in an update that must not be aggregated, such as wrong shapes or values not finite."""
 
 
 class DivergedError(UpdateError):
-    """Training whose loss, weights or metrics are not finite, or whose loss has exploded."""
+    """Error in training: loss, weights or metrics are not finite, or the loss has exploded."""
 
 
 class WireError(FedquiltError):
-    """Bytes from the network that are not a message of this protocol version."""
+    """Error in bytes from the network: not a message of this protocol version."""

@@ -1,4 +1,7 @@
-"""Memory of pure functions for one call: the devices of a cohort ask for the same, one after the other."""
+"""Cache of a pure function's last result.
+
+The devices of a cohort often need the same result, one after another.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def latest(function: Callable[P, T]) -> Callable[P, T]:
-    """A pure function that returns its latest result again when it is called with equal arguments.
+def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a pure function so that equal arguments in a row are computed once.
 
-    Arguments need no hash, as those of `functools.lru_cache` do; nobody may change them, or the result, afterwards.
+    In contrast to `functools.lru_cache`, arguments need not be hashable. Callers must not change arguments or results.
     """
     known: tuple[tuple[object, ...], dict[str, object], T] | None = None
 

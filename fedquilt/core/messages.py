@@ -1,4 +1,4 @@
-"""Messages between coordinator and devices: structs whose types and bounds are checked (`fedquilt.wire`)."""
+"""Messages between coordinator and devices, with types and bounds checked at decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core.latest import latest
+from fedquilt.core.latest import cache_last_call
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
@@ -34,29 +34,28 @@ Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
 
 
 class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, by keyword, unknown fields refused unless a subclass says otherwise."""
+    """Base class of messages: immutable, keyword-only, unknown fields rejected by default."""
 
 
 class Told(Wired, frozen=True, forbid_unknown_fields=False):
-    """Base of what a device tells of itself: fields of a newer agent that this side does not know are skipped.
+    """Base class of messages from devices. Unknown fields of newer agents are skipped.
 
-    A field that changes what an update's tensors mean may be sent only where the task has asked for it, as `bases` is
-    by the task's codec: an older coordinator would skip it.
+    A field that changes the meaning of an update's tensors may be sent only at the request of the task, because an
+    older coordinator skips the field. Example: the task's codec requests `bases`.
     """
 
 
 class BlobRef(Wired, frozen=True):
-    """A blob by content: the sha256 of all its bytes, and how many there are."""
+    """Reference to a blob by sha256 and size of its content."""
 
     sha256: Digest
     size: Count
 
 
 class Work(Wired, frozen=True, omit_defaults=True):
-    """Predicted cost of a task, as far as its sender knows; deadlines, clocks and memory checks use it.
+    """Predicted cost of a task, for deadlines, clocks and memory checks.
 
-    Counts with "_per_example" and "_per_batch" come in addition, for as many of the device's own examples as the task
-    uses: `on`.
+    Counts that end in `_per_example` and `_per_batch` are added for the examples of the device that the task uses.
     """
 
     flops: Amount = 0.0  # one multiply-add is 2
@@ -72,9 +71,9 @@ class Work(Wired, frozen=True, omit_defaults=True):
     peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
     workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
 
-    @latest
-    def on(self, examples: int) -> Work:
-        """The same work on a device with `examples` examples of its own: all counts are then totals."""
+    @cache_last_call
+    def total_for_examples(self, examples: int) -> Work:
+        """Return the work for a device with `examples` examples. All counts are then totals."""
         examples = min(examples, self.examples or examples)
         batches = -(-examples // self.batch) if self.batch else min(examples, 1)
         return msgspec.structs.replace(
@@ -88,8 +87,11 @@ class Work(Wired, frozen=True, omit_defaults=True):
             bytes_per_batch=0.0,
         )
 
-    def plus(self, other: Work) -> Work:
-        """Add another work of the same task, whose counts by mini-batch are converted to this one's mini-batches."""
+    def add(self, other: Work) -> Work:
+        """Return the sum of two works of one task.
+
+        Counts per mini-batch are converted to the mini-batch size of the first work.
+        """
         if not other.flops and not other.flops_per_example and not other.launches:
             return self
         times = self.batch / other.batch if self.batch and other.batch else 1.0
@@ -104,8 +106,8 @@ class Work(Wired, frozen=True, omit_defaults=True):
             workload=self.workload or other.workload,
         )
 
-    def part(self, share: float) -> Work:
-        """A share of this work, 0 to 1: seconds of the parts add up to those of the whole."""
+    def scale(self, share: float) -> Work:
+        """Return a share of this work, from 0 to 1. Predicted seconds scale by the same factor."""
         if share == 1:
             return self
         return msgspec.structs.replace(self, **{name: getattr(self, name) * share for name in (*ADDED, "tasks")})
@@ -128,7 +130,10 @@ CODECS: Final = ("raw", "fp16", "int8", "topk")  # known to this version: `fedqu
 
 
 class Encoding(Wired, frozen=True):
-    """How the tensors of an update go up: a job's [wire] table. `fedquilt.compression` says what each codec does."""
+    """Encoding of the tensors of an update, from a job's [wire] table.
+
+    The codecs are described in `fedquilt.compression`.
+    """
 
     codec: Name = "raw"  # one of CODECS; a device that lacks it is not asked
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is sent
@@ -136,7 +141,7 @@ class Encoding(Wired, frozen=True):
 
 
 class Task(Wired, frozen=True):
-    """Coordinator to one device: self-contained. (job, round, device) names it; `attempt` counts re-issues."""
+    """Work for one device, identified by job, round and device. `attempt` counts repetitions."""
 
     job: Name
     round: Count
@@ -223,7 +228,7 @@ class EvaluationSums(Told, frozen=True, omit_defaults=True):
 
 
 class Update(Told, frozen=True, omit_defaults=True):
-    """Device to coordinator: a manifest of what was computed; the tensors are pulled as blobs."""
+    """Result of a device's task. The tensors are fetched separately as blobs."""
 
     job: Name
     round: Count
@@ -244,19 +249,19 @@ class Update(Told, frozen=True, omit_defaults=True):
 
     @property
     def down_bytes(self) -> int:
-        """Bytes that were fetched for it, those of a site's boards among them."""
+        """Bytes that the device fetched for the task, including those of a site's devices."""
         return self.usage.down_bytes + (self.below.down_bytes if self.below else 0)
 
     @property
     def up_bytes(self) -> int:
-        """Bytes that were sent of it, those of a site's boards among them."""
+        """Bytes that the device sent for the task, including those of a site's devices."""
         return self.usage.up_bytes + (self.below.up_bytes if self.below else 0)
 
 
 class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
-    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times.
+    """Speed of one workload at an operating point. `fedquilt.cost_model` adds up the four times.
 
-    It travels as a list, in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
+    Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
 
     flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
@@ -266,7 +271,7 @@ class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
 
 
 class OperatingPoint(Told, frozen=True, omit_defaults=True):
-    """One clock setting that a board can be held at, with the speed and power measured there."""
+    """Clock setting of a board, with the speed and power measured at this setting."""
 
     name: Label
     cpu_hz: Amount | None = None

@@ -19,7 +19,7 @@ else:  # the agent daemon holds no numpy: 17 MB it never uses
 
 @dataclass(frozen=True)
 class DeviceView:
-    """A device as the coordinator last saw it: the only argument of `Method.send` besides the state."""
+    """Latest profile of a device and the rounds in which the device took part."""
 
     device: str
     profile: Profile | None
@@ -28,7 +28,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class Order:
-    """Task for one device in one round. A bundle is tensors, or the name of a blob already stored."""
+    """Task for one device in one round. A bundle is tensors or the reference of a stored blob."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
@@ -39,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Output of `fedquilt prepare` for a job: facts, and blobs by name."""
+    """Output of `fedquilt prepare` for a job: metadata and files by name."""
 
     meta: Mapping[str, Any]
     files: Mapping[str, BlobRef]
@@ -48,7 +48,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples.
+    """Labelled examples: inputs `x` and targets `y`.
 
     `x` is (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or (n, steps, channels),
     int32 (n, tokens). `y` is by task: classes (n,) int64, regression (n, k) float32, labels (n, k) uint8 of 0 and 1.
@@ -63,7 +63,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Site:
-    """Everything a client half may use."""
+    """Inputs of a client half: examples, tensors, engine and random generator."""
 
     device: str
     budget_bytes: int
@@ -80,10 +80,12 @@ class Site:
 
     @property
     def cache(self) -> Path:
-        """Folder of this job, made on demand, never sent; its contents may be gone at the next task.
+        """Folder for files of this job on the device, created on demand and never sent.
+
+        The files may be gone at the next task.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: If the folder cannot be created.
         """
         folder = Path(self.cache_at)
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ class Answer:
 class Contribution:
     """Update of a device with its tensors: the argument of `Method.fold`.
 
-    Those of a large update are read from the disk when they are asked for, each time anew, and are held by nobody.
+    Tensors of a large update are read from the disk at each access and are not kept in memory.
     """
 
     device: str
@@ -114,15 +116,18 @@ class Contribution:
     bundles: Mapping[str, Tensors]
 
 
-def shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Tensors by name, for whoever looks at shapes and types alone: those that lie on the disk are not read."""
+def tensor_shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return tensors by name for reading shapes and dtypes only, without loading files."""
     found: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
     return found
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an update may hold, known before any of it is fetched: what does not fit is refused for its manifest."""
+    """Names, shapes and dtypes of the tensors that an update may contain.
+
+    The manifest of an update is checked against the schema before any blob is fetched.
+    """
 
     bundles: Mapping[str, Mapping[str, Any]]  # bundle -> tensors: arrays, or anything with a shape and a dtype
     whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
@@ -132,84 +137,95 @@ Fold = TypeVar("Fold", bound=Callable[..., Any])
 Sound: TypeAlias = Callable[[Any, Any, float], None]
 
 
-def expects(known: Callable[[Any], Expected | None]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` with what it takes: a function of the state; None: not known beforehand.
+def with_update_schema(known: Callable[[Any], Expected | None]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` with the schema of the updates that the fold accepts.
 
-    It belongs to the fold, not to the method: a method that takes over everything but `fold` does not take it over.
+    The schema belongs to the fold: a method that reuses the rest of another method does not inherit the schema.
+
+    Args:
+        known: Function of the state, which returns None if the schema is not known in advance.
     """
 
-    def marked(fold: Fold) -> Fold:
+    def decorate(fold: Fold) -> Fold:
         fold.__dict__["expected"] = known
         return fold
 
-    return marked
+    return decorate
 
 
-def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
-    """What a fold takes in this state; None: it does not say."""
+def update_schema(fold: Callable[..., Any], state: Any) -> Expected | None:
+    """Return the schema of the updates that a fold accepts, or None if unknown."""
     known = getattr(fold, "expected", None)
     return None if known is None else known(state)
 
 
-def adds_up(kind: type | Callable[[Any], type | None], sound: Sound | None = None) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` whose accumulators, of this type, consist of exact sums and numbers of devices.
+def with_mergeable_accumulators(
+    kind: type | Callable[[Any], type | None], sound: Sound | None = None
+) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` whose accumulators consist of exact sums and device counts.
 
     Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
-    that refuses an update leaves the accumulator as it was. It belongs to the fold, as `expects` does.
+    that rejects an update leaves the accumulator unchanged.
 
     Args:
-        kind: type of the accumulators; or a function of the state, which returns None where they do not add up.
-        sound: `sound(state, total, weight)` raises UpdateError unless `total` can be the accumulator of a site's boards
-            that weigh so much together. None: sites cannot take part, as theirs could not be checked.
+        kind: The type of the accumulators, or a function of the state that returns None if they cannot be merged.
+        sound: A function `sound(state, total, weight)` that raises UpdateError unless `total` can be the accumulator of
+            a site's devices with this total weight. Without this function, sites cannot take part.
     """
 
-    def marked(fold: Fold) -> Fold:
+    def decorate(fold: Fold) -> Fold:
         of = (lambda state: kind) if isinstance(kind, type) else kind
         fold.__dict__["adds_up"], fold.__dict__["sound"] = of, sound
         return fold
 
-    return marked
+    return decorate
 
 
-def summed(fold: Callable[..., Any], state: Any) -> type | None:
-    """Type of a fold's accumulators in this state, if they add up in any order; None: they do not."""
+def mergeable_type(fold: Callable[..., Any], state: Any) -> type | None:
+    """Return the type of a fold's accumulators in a state, or None if they cannot be merged."""
     kind: Callable[[Any], type | None] | None = getattr(fold, "adds_up", None)
     return None if kind is None else kind(state)
 
 
-def checked_by(require: Callable[[Any, Contribution], None]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` with what refuses an update in it: `require(state, update)`, which needs no sums.
+def with_update_check(require: Callable[[Any, Contribution], None]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` with a check of updates that requires no accumulator.
 
-    The fold calls it itself, before it adds anything.
+    The fold must call the check before it changes the accumulator.
+
+    Args:
+        require: A function `require(state, update)` that raises UpdateError for an invalid update.
     """
 
-    def marked(fold: Fold) -> Fold:
+    def decorate(fold: Fold) -> Fold:
         fold.__dict__["require"] = require
         return fold
 
-    return marked
+    return decorate
 
 
-def soundness(fold: Callable[..., Any]) -> Sound | None:
-    """Check of an accumulator that a site sent; None: the method takes none."""
+def accumulator_check(fold: Callable[..., Any]) -> Sound | None:
+    """Return the check of a site's accumulators, or None if the method accepts no sites."""
     return getattr(fold, "sound", None)
 
 
-def same_for(key: Callable[[DeviceView], Hashable]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.send` that orders the same of all devices with the same key: in a round it is called once."""
+def with_task_key(key: Callable[[DeviceView], Hashable]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.send` that returns equal tasks for devices with equal keys.
 
-    def marked(send: Fold) -> Fold:
+    In a round, `Method.send` is then called once for each key.
+    """
+
+    def decorate(send: Fold) -> Fold:
         send.__dict__["same_for"] = key
         return send
 
-    return marked
+    return decorate
 
 
-def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
-    """Check whether a fold would take an update.
+def require_valid_update(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
+    """Raise UpdateError if a fold would reject an update.
 
     Raises:
-        UpdateError: it would not.
+        UpdateError: If the update is invalid in this state.
     """
     require = getattr(fold, "require", None)
     if require is None:
@@ -218,19 +234,19 @@ def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None
         require(state, update)
 
 
-def same_for_all(send: Fold) -> Fold:
-    """Decorate a `Method.send` that does not look at the device: a round's order is made once, for all of them."""
-    return same_for(lambda device: None)(send)
+def with_common_task(send: Fold) -> Fold:
+    """Decorate a `Method.send` that returns the same task for all devices of a round."""
+    return with_task_key(lambda device: None)(send)
 
 
-def alike(send: Callable[..., Any]) -> Callable[[DeviceView], Hashable] | None:
-    """Key of devices for which a `Method.send` orders the same in one state; None: it looks at each."""
+def task_key(send: Callable[..., Any]) -> Callable[[DeviceView], Hashable] | None:
+    """Return the key of devices with equal tasks, or None if tasks are made for each device."""
     return getattr(send, "same_for", None)
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """Result of a finished job: facts (JSON) and tensors; `fedquilt export` writes it as a file."""
+    """Result of a finished job: metadata and tensors, as written by `fedquilt export`."""
 
     kind: str  # "weights" | "stitched" | "dualcopy"
     meta: Mapping[str, Any]
@@ -239,10 +255,11 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Settle:
-    """Server half of a round without training, which gathers what a state needs before it is evaluated.
+    """Server half of an evaluation round, which collects data for the evaluation of a state.
 
-    Its tasks go to `Method.work`, which recognises them by their params. Such a round precedes each evaluation and the
-    end of a job, does not count among the job's rounds, and asks every available device.
+    The tasks of an evaluation round are run by `Method.work`, which recognises them by their parameters. An evaluation
+    round precedes each evaluation and the end of a job, does not count as a round of the job, and selects every
+    available device.
     """
 
     wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: called once, with the first
@@ -256,7 +273,7 @@ class Method:
     """A federated method: server half and client half. One per file of `fedquilt.methods`.
 
     S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
-    (so that `fedquilt.tensors.pack` can store it); A, a round's accumulator, is any value.
+    (so that `fedquilt.tensors.pack_state` can store it); A, a round's accumulator, is any value.
     The server half (init, send, fold, step, done, result) is numpy only; the client half
     (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
     """

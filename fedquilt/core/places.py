@@ -1,4 +1,4 @@
-"""Messages on places outside of the broker where a blob can be fetched, or put."""
+"""Messages about locations outside the broker where blobs are fetched or uploaded."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from fedquilt.core.messages import Count, Digest, Sentence, Wired
 
 
 class Source(Wired, frozen=True, omit_defaults=True):
-    """One place: an address, and what opens it. Both are secrets, so its `repr` shows neither."""
+    """Location of a blob: URL and access token. Both are secret, so `repr` shows only the origin."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+/", max_length=4096)]
     token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = ""  # of the coordinator's server; "": a store's
     start: Count = 0  # offset of the first byte that is to be put there
 
     def __repr__(self) -> str:
-        """The host alone."""
         return f"Source({self.origin})"
 
     @property
     def origin(self) -> str:
-        """Scheme, host and port: what may be logged of it."""
+        """Scheme, host and port of the URL, which may be logged."""
         return "/".join(self.url.split("/", 3)[:3])
 
 
 class Place(Wired, frozen=True):
-    """Places of a blob on dn/blob/<sha256>/place: the device may fetch it there, or is to put it there.
+    """Offer of locations on dn/blob/<sha256>/place, for fetching or uploading a blob.
 
-    It takes the first that it reaches. If it reaches none, the blob comes and goes in chunks over the broker.
+    The device uses the first location that it can reach, and the broker if no location can be reached.
     """
 
     sha256: Digest
@@ -38,7 +37,7 @@ class Place(Wired, frozen=True):
 
 
 class Placed(Wired, frozen=True, omit_defaults=True):
-    """Progress of putting a blob on up/blob/<sha256>/placed: at its end, and every few seconds before."""
+    """Progress of an upload on up/blob/<sha256>/placed, sent every few seconds and at the end."""
 
     sha256: Digest
     moved: Count = 0  # bytes so far

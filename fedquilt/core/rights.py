@@ -1,4 +1,4 @@
-"""Rights of a site, which speaks for devices that the coordinator does not reach itself."""
+"""Rights of a site, which submits updates of devices that the coordinator cannot reach."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boards: Annotated[tuple[NamePattern, ...], Meta(min_length=1, max_length=10_000)]  # names of these devices
     most: Annotated[int, Meta(ge=1, le=1_000_000)]  # number of them in one round
 
-    def covers(self, name: str) -> bool:
-        """Return whether the site may speak for a device."""
-        return not self.uncovered([name])
+    def authorizes(self, name: str) -> bool:
+        """Return whether the site may submit updates of a device."""
+        return not self.unauthorized_devices([name])
 
-    def uncovered(self, names: Iterable[str]) -> list[str]:
-        """Return the devices that the site may not speak for."""
+    def unauthorized_devices(self, names: Iterable[str]) -> list[str]:
+        """Return the devices whose updates the site may not submit."""
         known = frozenset(self.boards)
         beginnings = tuple(pattern[:-1] for pattern in known if pattern.endswith("*"))
         return [name for name in names if name not in known and not name.startswith(beginnings)]
 
     def overlaps(self, other: SiteRight) -> bool:
-        """Return whether a name could belong to both sites."""
+        """Return whether any device name is authorized by both rights."""
         return any(
-            _matches(one.removesuffix("*"), another) or _matches(another.removesuffix("*"), one)
+            _matches_pattern(one.removesuffix("*"), another) or _matches_pattern(another.removesuffix("*"), one)
             for one in self.boards
             for another in other.boards
         )
@@ -44,5 +44,5 @@ def has_site_bundles(names: Collection[str]) -> bool:
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

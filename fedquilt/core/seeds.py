@@ -1,4 +1,4 @@
-"""Seeds that are the same on every machine and Python."""
+"""Seeds that are equal on every machine and Python version."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable
 
 
 def derive_seed(*keys: object) -> int:
-    """A 53-bit seed from any keys: the same keys give the same seed on every machine and Python."""
-    return derived(*keys[:-1])(keys[-1])
+    """Return a 53-bit seed from any keys, equal on every machine and Python version."""
+    return seed_deriver(*keys[:-1])(keys[-1])
 
 
 def derive_seeds(keys: tuple[object, ...], last: Iterable[str]) -> list[int]:
-    """`derive_seed` of these keys and each last one; what they share is hashed once."""
+    """Return a list of seeds, `derive_seed(*keys, each)` for each element of `last`.
+
+    The common keys are hashed only once.
+    """
     copied, number = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy, int.from_bytes
     found = []
     for each in last:
@@ -22,8 +25,11 @@ def derive_seeds(keys: tuple[object, ...], last: Iterable[str]) -> list[int]:
     return found
 
 
-def derived(*keys: object) -> Callable[[object], int]:
-    """Prefix of `derive_seed`: a function of one more key, which hashes the common keys only once."""
+def seed_deriver(*keys: object) -> Callable[[object], int]:
+    """Return a function of one more key that returns `derive_seed(*keys, key)`.
+
+    The common keys are hashed only once.
+    """
     copied = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
 
     def seed(last: object) -> int:

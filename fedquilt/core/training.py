@@ -1,4 +1,4 @@
-"""Interfaces of engines: train a network with a method's hooks (`Trainer`), run ONNX graphs (`Runner`)."""
+"""Interfaces of engines: training of networks (`Trainer`) and execution of ONNX graphs (`Runner`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """Common part of all engines: a name and `close`."""
+    """Base interface of all engines."""
 
     name: str
 
     def close(self) -> None:
-        """Free what the engine holds: graphs, device memory, threads."""
+        """Free all resources: graphs, device memory and threads."""
         ...
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Mini-batch training settings."""
+    """Settings of mini-batch training."""
 
     epochs: int = 1
     batch: int = 32
@@ -41,7 +41,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step on a mini-batch: which tensors it updates and what it adds to the loss."""
+    """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term."""
 
     rate: Callable[[str], float] = lambda name: 1.0  # factor on `Fit.lr` by tensor; 0: the tensor is frozen
     penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
@@ -51,7 +51,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Hooks:
-    """A method's changes to training; the defaults change nothing.
+    """Changes of a method to training. The defaults change nothing.
+
+    An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
+    `prepare` nor `penalty` nor `begin`, and exactly one step.
 
     An engine refuses by name those it cannot carry out: the numpy engine has no
     module, hence no `prepare`, `penalty` and `begin`, and takes one step.
@@ -70,7 +73,7 @@ class Hooks:
 
 
 class Trainer(Engine, Protocol):
-    """An engine that trains a network named by a table, `{"name": "mlp"}` (`fedquilt.models.networks.registry`)."""
+    """Engine that trains a network, given by a table such as `{"name": "mlp"}`."""
 
     def train(
         self,
@@ -83,54 +86,66 @@ class Trainer(Engine, Protocol):
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """Train a network; returns the trained tensors and metrics.
+        """Train a network and return the trained tensors and metrics.
 
-        Metrics are "loss", the last epoch's mean, and "steps", the number of mini-batches. `progress` is called after
-        every mini-batch with the share done, 0..1; an exception it raises ends the training.
+        Metrics are "loss", the mean of the last epoch, and "steps", the number of mini-batches. `progress` is called
+        after every mini-batch with the completed share, 0 to 1. An exception from `progress` ends the training.
 
         Raises:
-            UpdateError: the loss is no longer finite, or has exploded.
-            ModelError: `start` or an anchor does not fit the network, or the engine cannot carry out a hook.
+            UpdateError: If the loss is no longer finite or has exploded.
+            ModelError: If `start` or an anchor does not fit the network, or the engine does not support a hook.
         """
         ...
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> EvaluationSums:
-        """Return the sums of an evaluation. Only the hooks `prepare` and `inputs` apply."""
+        """Evaluate a network and return the sums over the examples.
+
+        Only the hooks `prepare` and `inputs` apply.
+        """
         ...
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
-        """Diagonal of the empirical Fisher information: mean squared gradient of log p(y | x), by parameter.
+        """Return the diagonal of the empirical Fisher information of each parameter.
 
-        In evaluation mode; gradients of `each` examples are averaged before squaring. Only the hooks `prepare` and
-        `inputs` apply.
+        This is the mean squared gradient of log p(y | x), computed in evaluation mode. Gradients of `each` examples are
+        averaged before squaring. Only the hooks `prepare` and `inputs` apply.
 
         Raises:
-            DataError: there are no examples.
-            ModelError: as `train`.
+            DataError: If there are no examples.
+            ModelError: If the tensors do not fit the network, or the engine does not support a hook.
         """
         ...
 
 
 class Runner(Engine, Protocol):
-    """An engine that runs ONNX graphs, one resident at a time unless its budget allows more."""
+    """Engine that runs ONNX graphs and keeps only one loaded unless its memory budget allows more."""
 
     @property
     def room_bytes(self) -> int:
-        """Bytes for weights, activations and everything else beyond the bare process."""
+        """Memory budget in bytes beyond the memory of the bare process."""
         ...
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """Number of examples to run at once, given `around_bytes` in use and `example_bytes` for each of them."""
+        """Return the number of examples to run at once.
+
+        Args:
+            graph: The path of the graph.
+            around_bytes: The memory that the caller uses during the run.
+            example_bytes: The memory that the caller uses for each example.
+        """
         ...
 
     def make_room(self, size: int) -> None:
-        """Free what is kept for later runs until `size` bytes are available, as far as possible."""
+        """Free cached resources until `size` bytes are available, as far as possible."""
         ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """The graph's only output for its only input, float32, in micro-batches along axis 0."""
+        """Run a graph with one float32 input and return its only output.
+
+        Examples are run in micro-batches along axis 0.
+        """
         ...

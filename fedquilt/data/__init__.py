@@ -1,1 +1,1 @@
-"""Data of devices: reading, sharing out and preparing examples."""
+"""Data of devices: reading, partitioning and preparing examples."""

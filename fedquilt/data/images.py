@@ -1,4 +1,4 @@
-"""Images as network inputs, and resizing maps: numpy only, one definition for every engine.
+"""Images as network inputs, and linear resizing in numpy, with one definition for all engines.
 
 Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
 two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
@@ -21,7 +21,7 @@ AT_ONCE_PIXELS: Final = 2**18  # resized at once, so that float32 copies stay sm
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Input of a network of images: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
+    """Image input of a network: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
 
     channels: Annotated[int, Meta(ge=1)]
     size: Annotated[int, Meta(ge=1, le=SIZE_MOST)]
@@ -31,7 +31,10 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=256)
 def resize_matrix(size: int, wanted: int) -> np.ndarray:
-    """Resizing matrix (wanted, size) float32: adaptive average to shrink, bilinear (half-pixel centres) to grow."""
+    """Return the read-only float32 matrix (wanted, size) that resizes one axis.
+
+    Shrinking averages adaptively. Growing interpolates bilinearly with half-pixel centres.
+    """
     matrix = np.zeros((wanted, size))
     if wanted <= size:
         for row in range(wanted):
@@ -49,8 +52,8 @@ def resize_matrix(size: int, wanted: int) -> np.ndarray:
     return result
 
 
-def resize(maps: np.ndarray, *sizes: int) -> np.ndarray:
-    """Resize maps: (n, c, h, w) -> (n, c, height, width), or (n, c, l) -> (n, c, length), float32."""
+def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
+    """Resize feature maps (n, c, h, w) to (height, width), or (n, c, l) to (length,), float32."""
     if maps.shape[2:] == sizes:
         return maps
     if len(sizes) == 2:
@@ -58,27 +61,30 @@ def resize(maps: np.ndarray, *sizes: int) -> np.ndarray:
     return np.matmul(maps, resize_matrix(maps.shape[-1], sizes[-1]).T)
 
 
-def scale(x: np.ndarray, size: int) -> np.ndarray:
-    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type, as `resize` does."""
+def resize_images(x: np.ndarray, size: int) -> np.ndarray:
+    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
     result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
     at_once = max(1, AT_ONCE_PIXELS // max(1, x.shape[1] * x.shape[2]))
     for first in range(0, len(x), at_once):
         part = x[first : first + at_once]
         for channel in np.ndindex(x.shape[3:]):  # one at a time: float32 copies of large photographs are large
-            scaled = resize(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
+            scaled = resize_maps(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
             # means of levels never leave the levels' range
             result[(slice(first, first + at_once), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
     return result
 
 
-def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
-    """Prepare stored images for a network: (n, channels, size, size) float32.
+def prepare_images(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
+    """Convert stored images to network inputs, (n, channels, size, size) float32.
 
-    `x` is (n, h, w) or (n, h, w, c), uint8 (0..255) or floating (0..1). Grey becomes colour by
-    repetition, colour becomes grey by the BT.601 luma weights.
+    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
+
+    Args:
+        x: Images (n, h, w) or (n, h, w, c), unsigned integers or floats from 0 to 1.
+        wanted: The [input] table.
 
     Raises:
-        DataError: another shape or type.
+        DataError: If the images have another shape or type.
     """
     spec = wanted if isinstance(wanted, Input) else msgspec.convert(wanted, Input)
     if x.ndim == 3:
@@ -95,7 +101,7 @@ def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
     elif maps.shape[1] == 3 and spec.channels == 1:
         luma = np.array([0.299, 0.587, 0.114], np.float32)
         maps = np.tensordot(maps, luma, axes=([1], [0]))[:, None]
-    maps = resize(maps, spec.size, spec.size)
+    maps = resize_maps(maps, spec.size, spec.size)
     mean = np.array(spec.mean, np.float32).reshape(1, -1, 1, 1)
     std = np.array(spec.std, np.float32).reshape(1, -1, 1, 1)
     return np.ascontiguousarray((maps - mean) / std)

@@ -1,8 +1,7 @@
-"""The `[input]` table: conversion of stored examples to network inputs, the same on every device.
+"""Conversion of stored examples to network inputs by the `[input]` table, equal on every device.
 
-With `channels` and `size` they are images (`fedquilt.data.images`). Without, they are numbers (a row of a table, time
-steps, a spectrogram), each feature of the last axis scaled to (x - mean) / std. `fedquilt prepare` writes the means
-and standard deviations into the bundle, so that no device computes its own.
+With `channels` and `size`, inputs are images (`fedquilt.data.images`). Otherwise inputs are numbers, and each feature
+of the last axis becomes (x - mean) / std. `fedquilt prepare` stores the means and deviations in the bundle.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
 
 
 class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Input of a network of numbers: float32, (x - mean) / std along the last axis."""
+    """Numeric input of a network: float32, (x - mean) / std along the last axis."""
 
     mean: tuple[float, ...] = (0.0,)  # one for all features, or one each
     std: tuple[float, ...] = (1.0,)
-    standardise: bool = False  # in a job: `prepare` computes both from the training split of [data]
+    standardise: bool = False  # in a job: `prepare_inputs` computes both from the training split of [data]
 
 
-def parse(table: Mapping[str, Any]) -> Input | Values:
-    """Read the `[input]` table of a job.
+def parse_input_table(table: Mapping[str, Any]) -> Input | Values:
+    """Parse the `[input]` table of a job.
 
     Raises:
-        JobError: an unknown key, or different numbers of means and deviations.
+        JobError: If a key is unknown, or the numbers of means and deviations differ.
     """
     if "channels" in table or "size" in table:
-        found: Input | Values = config.convert(table, Input, "[input]")
+        found: Input | Values = config.convert_table(table, Input, "[input]")
         assert isinstance(found, Input)
         lengths = (1, found.channels)
     else:
-        found = config.convert(table, Values, "[input]")
+        found = config.convert_table(table, Values, "[input]")
         assert isinstance(found, Values)
         if found.standardise and ("mean" in table or "std" in table):
             raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
@@ -57,11 +56,13 @@ def parse(table: Mapping[str, Any]) -> Input | Values:
     return found
 
 
-def measured(x: np.ndarray) -> Values:
-    """Mean and standard deviation of each feature of the last axis; a feature that never varies has deviation 1.
+def measure_scales(x: np.ndarray) -> Values:
+    """Return the mean and standard deviation of each feature of the last axis.
+
+    A constant feature gets the deviation 1.
 
     Args:
-        x: (n, ..., features), any type of number.
+        x: Numbers of any type, (n, ..., features).
     """
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
@@ -69,11 +70,11 @@ def measured(x: np.ndarray) -> Values:
 
 
 def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
-    """Return a sentence on two features that differ too much in scale, or "" if none do.
+    """Return a sentence on two features of very different scales, or "" if there are none.
 
     Args:
-        x: (n, features).
-        names: of the features, where they have any.
+        x: Numbers (n, features).
+        names: Names of the features, or () without names.
     """
     if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
         return ""
@@ -85,21 +86,20 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
     return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({large}, {small})"
 
 
-def shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one example as a network takes it, of one that is stored in the shape `stored`."""
+def network_input_shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
     if "channels" in wanted:
         return (int(wanted["channels"]), int(wanted["size"]), int(wanted["size"]))
     return stored
 
 
-def prepare(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
-    """Prepare stored examples (n, ...) for a network with this table, float32.
+def prepare_inputs(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
+    """Convert stored examples (n, ...) to float32 network inputs.
 
     Raises:
-        DataError: examples of another shape or type.
+        DataError: If the examples have another shape or type.
     """
     if "channels" in wanted:
-        return images.prepare(x, wanted)
+        return images.prepare_images(x, wanted)
     spec = msgspec.convert(wanted, Values)
     if x.dtype.kind not in "fiub":
         raise DataError(f"examples of type {x.dtype}: expected numbers")

@@ -1,9 +1,7 @@
-"""Settings of a job's `[data]` table that are measured on its data: words of categories, and depth of grey images.
+"""Settings of `[data]` that are measured on the training data: category words and grey depth.
 
-Both are measured once, when the job is read, in the training split that `[data]` names, and stand in the job from then
-on. So the bundle, every simulated device and the test set use the same settings, also where a device's own examples
-lack a word or a bright pixel. A device reads its own `[data]` and does not know the other devices' data: its agent.toml
-lists the settings, which `fedquilt prepare` prints.
+Both are measured once, when the job is read, and stored in the job, so that the bundle, all devices and the test set
+use the same settings. A device lists the settings in its agent.toml, as printed by `fedquilt prepare`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agent_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the measured settings as TOML lines for an agent's [data] table."""
     lines = []
     if categories := table.get("categories"):
         each = (
@@ -56,13 +53,13 @@ def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
 
     spec = DataSpec.parse({**table, "categories": {}})
     if not spec.path:
-        raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.where}')
-    found = readers.words(Path(spec.path), msgspec.structs.replace(spec, split="train"), columns)
+        raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.source_name}')
+    found = readers.category_words(Path(spec.path), msgspec.structs.replace(spec, split="train"), columns)
     for column, words in found.items():
         if not words or len(words) > MOST:
             what = f"has {len(words)} different words" if words else "has no word"
             raise DataError(
-                f"{spec.where}: column {column!r} {what}, which makes no category: leave it out of [data] x"
+                f"{spec.source_name}: column {column!r} {what}, which makes no category: leave it out of [data] x"
             )
     assert isinstance(given, Mapping)
     return {**table, "categories": {**given, **{column: list(words) for column, words in found.items()}}}

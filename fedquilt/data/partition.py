@@ -1,9 +1,9 @@
-"""Shares of a data set for simulated fleets, from its labels alone: exact, seeded, the same on every machine.
+"""Partition of a data set among devices: seeded, exact and equal on every machine.
 
-Every device computes the same partition and takes its own share, so shares are disjoint and cover
-everything without communication. With groups, of classes or of sources, rows and devices
-are first split among these, and each group is a partition of its own. Only uniform and gamma draws
-of PCG64 are used, and orders come from sorting uniform draws: they do not depend on how numpy shuffles.
+Every device computes the same partition from the labels and takes its own share, so that shares are disjoint and cover
+all rows without communication. Groups of classes or sources split rows and devices first, and each group is partitioned
+by itself. Only uniform and gamma draws of PCG64 are used. Orders are sorted uniform draws, independent of numpy's
+shuffle.
 """
 
 from __future__ import annotations
@@ -21,48 +21,42 @@ from fedquilt.data.spec import DataSpec
 DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
 
 
-def rows(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
-    """Rows of share `spec.share`, ascending. `y` and `origin` as in `shares`.
-
-    Raises:
-        DataError: no partition of these labels satisfies the spec.
-    """
-    return shares(y, spec, origin, [spec.share])[0]
+def rows_of_share(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
+    return rows_of_shares(y, spec, origin, [spec.share])[0]
 
 
-def shares(
+def rows_of_shares(
     y: np.ndarray,
     spec: DataSpec,
     origin: np.ndarray | None = None,
     wanted: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Rows of each wanted share, or of every share, ascending.
+    """Return the rows of each selected share, ascending.
 
-    With `partition = "all"` they are the same for all, or for all of a group; else disjoint, and all rows together.
-
+    With `partition = "all"`, all shares of a group are equal. Otherwise shares are disjoint and cover all rows.
 
     Args:
-        y: labels, (n,).
-        spec: partition and number of shares.
-        origin: source of each row, (n,); needed only for groups of sources.
-        wanted: shares, from 0; None: every share.
-        owner: user of each row, (n,) words; needed only with `partition = "column"`.
+        y: Labels (n,).
+        spec: Partition and number of shares.
+        origin: Source of each row (n,), needed only for groups of sources.
+        wanted: Selected shares, from 0, or None for all.
+        owner: User of each row, (n,) words, needed only with `partition = "column"`.
 
     Raises:
-        DataError: no partition of these labels satisfies the spec.
+        DataError: If no partition of these labels satisfies the spec.
     """
     if spec.partition == "column":
-        return _rows(_by_owner(owner, spec), range(spec.shares) if wanted is None else wanted)
+        return _group_rows(_assign_users(owner, spec), range(spec.shares) if wanted is None else wanted)
     owners: dict[str, Callable[[np.ndarray, DataSpec], np.ndarray]] = {
-        "iid": _iid,
-        "dirichlet": _dirichlet,
-        "classes": _classes,
-        "shards": _shards,
+        "iid": _assign_iid,
+        "dirichlet": _assign_dirichlet,
+        "classes": _assign_classes,
+        "shards": _assign_shards,
     }
     wanted = range(spec.shares) if wanted is None else wanted
     found: dict[int, np.ndarray] = {}
-    for number, (members, team) in enumerate(_groups(y, spec, origin)):
+    for number, (members, team) in enumerate(_split_groups(y, spec, origin)):
         mine = [share for share in wanted if share in team]
         if not mine:
             continue
@@ -71,29 +65,29 @@ def shares(
             continue
         seed = derive_seed("group", spec.seed, number) if spec.groups else spec.seed
         owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, share=0, shares=len(team), seed=seed))
-        rows = _rows(owner, [share - team.start for share in mine])
+        rows = _group_rows(owner, [share - team.start for share in mine])
         found |= {share: members[own] for share, own in zip(mine, rows, strict=True)}
     return [found[share] for share in wanted]
 
 
-def _rows(owner: np.ndarray, wanted: Sequence[int]) -> list[np.ndarray]:
-    """Rows of each wanted share, ascending: in one sort, as a fleet may have many more shares than classes."""
+def _group_rows(owner: np.ndarray, wanted: Sequence[int]) -> list[np.ndarray]:
+    # One sort: a fleet may have many more shares than classes.
     order = np.argsort(owner, kind="stable")
     first, last = (np.searchsorted(owner, wanted, side, sorter=order) for side in ("left", "right"))
     return [order[start:end] for start, end in zip(first, last, strict=True)]
 
 
-def hold_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Split the device's own rows in two parts, each ascending: for training, and held out.
+def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Split a share's rows into training and held-out rows, each ascending.
 
-    round(held * n) are held out, at least one of two or more; each class gives its share, rounded by
-    largest remainder, and its rows are drawn.
+    Of n rows, round(held * n) are held out, but at least one and at most n - 1 if held and n - 1 are above 0. Each
+    class contributes its proportion, rounded by largest remainder.
     """
     wanted = round(spec.held * len(y))
     if spec.held > 0 and len(y) > 1:
         wanted = min(max(wanted, 1), len(y) - 1)
-    rng = tensors.rng("held", spec.seed, spec.share)
-    members = _by_class(y, rng)
+    rng = tensors.seeded_rng("held", spec.seed, spec.share)
+    members = _shuffle_by_class(y, rng)
     due = np.array([wanted * len(rows) / max(1, len(y)) for rows in members])
     given = np.floor(due).astype(int)
     largest = np.argsort(given - due, kind="stable")[: wanted - int(given.sum())]
@@ -104,24 +98,22 @@ def hold_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def sample(count: int, limit: int, seed: int) -> np.ndarray:
-    """Draw `limit` of `count` rows, ascending; all of them if limit is 0 or not less."""
+def sample_rows(count: int, limit: int, seed: int) -> np.ndarray:
+    """Sample `limit` of `count` rows, ascending. A limit of 0, or of at least `count`, selects all."""
     if limit == 0 or limit >= count:
         return np.arange(count)
-    return np.sort(_order(count, tensors.rng("limit", seed))[:limit])
+    return np.sort(_random_order(count, tensors.seeded_rng("limit", seed))[:limit])
 
 
-def sample_each(y: np.ndarray, each: int, seed: int) -> np.ndarray:
-    """Draw `each` rows of every class, ascending; all rows of a class that has no more."""
-    members = _by_class(y, tensors.rng("per class", seed))
+def sample_rows_by_class(y: np.ndarray, each: int, seed: int) -> np.ndarray:
+    members = _shuffle_by_class(y, tensors.seeded_rng("per class", seed))
     return np.sort(np.concatenate([member[:each] for member in members])) if members else np.arange(0)
 
 
 # -- groups ---------------------------------------------------------------------------------------
 
 
-def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
-    """Rows of each group, ascending, and its devices."""
+def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
     if not spec.groups:
         return [(np.arange(len(y)), range(spec.shares))]
     if spec.groups == "source":
@@ -131,10 +123,14 @@ def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tu
         of_class = {kind: number for number, group in enumerate(spec.groups) for kind in group}
         count, what = len(spec.groups), "groups"
         if missing := [int(kind) for kind in np.unique(y) if kind not in of_class]:
-            raise DataError(f"{spec.where}: class {missing[0]} is in none of [data] groups: list it in one of them")
+            raise DataError(
+                f"{spec.source_name}: class {missing[0]} is in none of [data] groups: list it in one of them"
+            )
         number = np.array([of_class[int(kind)] for kind in y], int)
     if count > spec.shares:
-        raise DataError(f"{spec.where}: {count} {what} among {spec.shares} shares: have a device or more for each")
+        raise DataError(
+            f"{spec.source_name}: {count} {what} among {spec.shares} shares: have a device or more for each"
+        )
     teams = np.array_split(np.arange(spec.shares), count)
     return [
         (np.flatnonzero(number == group), range(int(team[0]), int(team[-1]) + 1)) for group, team in enumerate(teams)
@@ -144,38 +140,37 @@ def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tu
 # -- who owns which row, each (n,) ----------------------------------------------------------------
 
 
-def _by_owner(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
-    """Cut the users in order into one run per device, as even in users as possible.
-
-    Numbers are sorted by size, words alphabetically. With as many users as devices, device i has user i.
-    """
+def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
+    # Numeric users sort by value, others alphabetically. With as many users as devices, device i gets user i.
     if owner is None:
         raise DataError(
-            f"{spec.where}: partition = 'column' is for tables and .npz files, which say whose examples are"
+            f"{spec.source_name}: partition = 'column' is for tables and .npz files, which say whose examples are"
         )
     users = np.unique(owner)
     if all(re.fullmatch(r"-?\d{1,18}", user) for user in users):
         users = users[np.argsort(users.astype(np.int64), kind="stable")]
     if len(users) < spec.shares:
         raise DataError(
-            f"{spec.where}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} devices: "
+            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are "
+            f"{spec.shares} devices: "
             "have fewer devices (shares), as each has one user or more"
         )
     device = {user: share for share, some in enumerate(np.array_split(users, spec.shares)) for user in some}
     return np.array([device[user] for user in owner], int)
 
 
-def _iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Deal rows out: sizes differ by at most one."""
-    return _dealt(_order(len(y), tensors.rng("iid", spec.seed)), range(spec.shares), len(y))
+def _assign_iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    return _deal_evenly(_random_order(len(y), tensors.seeded_rng("iid", spec.seed)), range(spec.shares), len(y))
 
 
-def _dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     if spec.shares * spec.min_size > len(y):
-        raise DataError(f"{spec.where}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples")
-    rng = tensors.rng("dirichlet", spec.seed)
-    members = _by_class(y, rng)
+        raise DataError(
+            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples"
+        )
+    rng = tensors.seeded_rng("dirichlet", spec.seed)
+    members = _shuffle_by_class(y, rng)
     owner = np.zeros(len(y), int)
     for _ in range(DRAWS):
         for member in members:
@@ -188,18 +183,18 @@ def _dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
         if np.bincount(owner, minlength=spec.shares).min() >= spec.min_size:
             return owner
     raise DataError(
-        f"{spec.where}: none of {DRAWS} Dirichlet({spec.alpha}) partitions gives each of {spec.shares} devices "
+        f"{spec.source_name}: none of {DRAWS} Dirichlet({spec.alpha}) partitions gives each of {spec.shares} devices "
         f"{spec.min_size} examples: raise alpha, or lower shares or min_size"
     )
 
 
-def _classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Give each device the same number of classes, every class to some device, dealt out among its devices."""
-    rng = tensors.rng("classes", spec.seed)
-    members = _by_class(y, rng)
+def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    rng = tensors.seeded_rng("classes", spec.seed)
+    members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
         raise DataError(
-            f"{spec.where}: {len(members)} classes cannot go to {spec.shares} devices with {spec.classes} classes "
+            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with "
+            f"{spec.classes} classes "
             f"each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
         )
     having: list[list[int]] = [[] for _ in members]
@@ -210,38 +205,37 @@ def _classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
             having[kind].append(share)
     owner = np.zeros(len(y), int)
     for member, shares in zip(members, having, strict=True):
-        owner[member] = _dealt(np.arange(len(member)), shares, len(member))
+        owner[member] = _deal_evenly(np.arange(len(member)), shares, len(member))
     return owner
 
 
-def _shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Sort by class, cut into equal pieces, and give each device its number by lot (McMahan et al. 2017, section 3)."""
+def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    """Sort rows by class, cut them into shards, and assign shards (McMahan et al. 2017, section 3)."""
     count = spec.shares * spec.shards
     if count > len(y):
         raise DataError(
-            f"{spec.where}: {spec.shares} devices with {spec.shards} shards each are {count} shards, of only {len(y)} "
+            f"{spec.source_name}: {spec.shares} devices with {spec.shards} shards each are {count} shards, of "
+            f"only {len(y)} "
             "examples: lower shards or shares"
         )
-    rng = tensors.rng("shards", spec.seed)
-    in_order = np.concatenate(_by_class(y, rng))
+    rng = tensors.seeded_rng("shards", spec.seed)
+    in_order = np.concatenate(_shuffle_by_class(y, rng))
     owner = np.zeros(len(y), int)
-    for place, shard in zip(_order(count, rng), np.array_split(in_order, count), strict=True):
+    for place, shard in zip(_random_order(count, rng), np.array_split(in_order, count), strict=True):
         owner[shard] = place // spec.shards
     return owner
 
 
-def _dealt(order: np.ndarray, shares: range | list[int], count: int) -> np.ndarray:
-    """Owner of each of `count` rows, when rows in this order are dealt out as evenly as possible."""
+def _deal_evenly(order: np.ndarray, shares: range | list[int], count: int) -> np.ndarray:
     owner = np.zeros(count, int)
     for share, part in zip(shares, np.array_split(order, len(shares)), strict=True):
         owner[part] = share
     return owner
 
 
-def _by_class(y: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rows of each class that occurs, ascending by class, each in a random order."""
-    return [(found := np.flatnonzero(y == kind))[_order(len(found), rng)] for kind in np.unique(y)]
+def _shuffle_by_class(y: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    return [(found := np.flatnonzero(y == kind))[_random_order(len(found), rng)] for kind in np.unique(y)]
 
 
-def _order(count: int, rng: np.random.Generator) -> np.ndarray:
+def _random_order(count: int, rng: np.random.Generator) -> np.ndarray:
     return np.argsort(rng.random(count), kind="stable")

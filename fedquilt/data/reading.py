@@ -1,8 +1,7 @@
-"""Reading settings: how files became examples in training, stored in the bundle and in the exported model.
+"""Settings by which files became training examples, stored in the bundle and the exported model.
 
-They are the keys of `[data]` that say how a file is read, with the columns of a table and the tokens of a vocabulary
-written out. Whoever reads examples for the model later (a release check, `run-model`, `serve-model`) applies them to
-a file of its own, so that equal files become equal examples.
+They are the `[data]` keys on how a file is read, with a table's columns and a vocabulary's tokens listed. A release
+check, `run-model` and `serve-model` apply them, so that equal files become equal examples.
 """
 
 from __future__ import annotations
@@ -37,23 +36,17 @@ def reading_settings(spec: DataSpec) -> dict[str, Any]:
 
 
 def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
-    """Return the spec of a [data] table, with a model's reading settings in place of its own.
-
-    Raises:
-        JobError: If a key is wrong.
-    """
     return DataSpec.parse({**table, **settings})
 
 
 def _input_columns(spec: DataSpec) -> tuple[str, ...]:
-    """Return the names of a table's input columns, or () for other data and for data on another machine."""
     from fedquilt.data.readers import table
 
     path = Path(spec.path)
     try:
-        file = table.file_of(path, msgspec.structs.replace(spec, split="train")) if spec.path else path
+        file = table.find_table(path, msgspec.structs.replace(spec, split="train")) if spec.path else path
     except DataError:  # a folder without a table
         return ()
     if file.suffix.lower() not in TABLES or not file.is_file():
         return ()
-    return table.column_roles(file, table.columns_of(file), spec).x
+    return table.column_roles(file, table.read_column_names(file), spec).x

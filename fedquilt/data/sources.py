@@ -1,4 +1,4 @@
-"""Sources of examples: one file, or several as one set with labels in one numbering and images in one shape.
+"""Sources of examples: one file, or several with common class numbers and one image shape.
 
 The common shape is found from headers alone, and rows are read only from the sources that contain
 them. Images are resized by the same maps as network inputs (`data.images`).
@@ -18,28 +18,22 @@ from fedquilt.data.readers import Reader
 from fedquilt.data.spec import DataSpec
 
 
-def open_(spec: DataSpec) -> Reader:
-    """Return a reader of the spec's path, or of all its sources combined.
-
-    Raises:
-        DataError: one cannot be read, or they cannot be combined; names the files and the mend.
-    """
+def open_sources(spec: DataSpec) -> Reader:
     if not spec.sources:
-        return _resize_images(_numbered(readers.open_(spec), spec.labels_from), spec)
+        return _resize_images(_offset_labels(readers.open_reader(spec), spec.labels_from), spec)
     found = []
     for source in spec.sources:
         one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **msgspec.structs.asdict(source))
-        found.append(_resize_images(_numbered(readers.open_(one), source.labels_from), one))
-    _check_labels(found, spec)
+        found.append(_resize_images(_offset_labels(readers.open_reader(one), source.labels_from), one))
+    _require_consistent_labels(found, spec)
     return _combine_readers(found, spec)
 
 
-def _numbered(reader: Reader, first: int) -> Reader:
+def _offset_labels(reader: Reader, first: int) -> Reader:
     return replace(reader, y=reader.y + first) if first else reader
 
 
-def _check_labels(found: Sequence[Reader], spec: DataSpec) -> None:
-    """Check that two sources either share their classes or have none in common."""
+def _require_consistent_labels(found: Sequence[Reader], spec: DataSpec) -> None:
     for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
         for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
             common = np.intersect1d(reader.y, earlier.y)
@@ -58,11 +52,11 @@ def _resize_images(reader: Reader, spec: DataSpec) -> Reader:
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
     if not _is_image(reader.shape):
-        raise DataError(f"{spec.where}: [data] size is for images, not for inputs of shape {reader.shape}")
+        raise DataError(f"{spec.source_name}: [data] size is for images, not for inputs of shape {reader.shape}")
 
     return replace(
         reader,
-        take=lambda rows: images.scale(reader.take(rows), spec.size),
+        take=lambda rows: images.resize_images(reader.take(rows), spec.size),
         shape=(spec.size, spec.size, *reader.shape[2:]),
     )
 

@@ -1,4 +1,4 @@
-"""The `[data]` table of a job or an agent: source of examples, and a device's part of them."""
+"""The `[data]` table of a job or an agent: source of examples, and a device's share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windo
 
 
 class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conversion of recordings to spectrograms (frames, mels): `fedquilt.data.spectrogram`."""
+    """Settings for converting recordings to log-mel spectrograms (frames, mels)."""
 
     rate: Positive = 16000  # samples per second that every recording has to have
     seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence
@@ -33,22 +33,20 @@ class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conversion of texts to tokens (length,): `fedquilt.data.tokens`."""
+    """Settings for converting texts to token numbers (length,)."""
 
     vocabulary: str | tuple[str, ...]  # file with a token in each line, or the tokens
     length: Positive = 64  # tokens of an example; longer texts are cut, shorter ones padded
 
 
 class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conversion of a table's rows, one for each time step, to examples (steps, features)."""
+    """Settings for cutting a table's rows, one per time step, into examples (steps, features)."""
 
     steps: Positive
     stride: Natural = 0  # rows between the beginnings of two windows; 0: `steps`, without overlap
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of several sources of examples."""
-
     path: str
     labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
     format: Format = "auto"
@@ -59,10 +57,10 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Source of examples, and this device's part of them.
+    """Source of the examples, and this device's share.
 
-    The source is one of `path`, `sources`, `synthetic` and `dataset`. A simulated fleet of n devices gives all the
-    same table, and device i `share = i`, `shares = n`.
+    The source is exactly one of `path`, `sources`, `synthetic` and `dataset`. Devices of a simulated fleet of n get the
+    same table, with `share = i` and `shares = n` for device i.
     """
 
     path: str = ""  # file or folder; for torchvision its root
@@ -130,23 +128,22 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not all(self.groups) or len(set(named)) < len(named):
                 raise ValueError("groups: each lists a class or more, and no class is in two")
 
-        self._check_named_once()
-        self._check_task()
+        self._require_unique_names()
+        self._require_classes()
         if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
             raise ValueError("audio, text and windows: one of them, as an example is one of these")
         if self.partition == "column" and (not self.column or self.groups):
             raise ValueError('partition = "column" needs column = "..." and no groups')
 
-    def _check_named_once(self) -> None:
-        """A column or word that is named twice would be an input, or a class, that counts twice or never."""
+    def _require_unique_names(self) -> None:
+        # A repeated column or word would be an input or class that counts twice or never.
         lists = {"x": self.x, "y": self.y, "labels": self.labels}
         lists |= {f"categories.{column}": words for column, words in self.categories.items()}
         for key, names in lists.items():
             if not isinstance(names, str) and (twice := [name for name in names if names.count(name) > 1]):
                 raise ValueError(f"{key}: {twice[0]!r} is named twice; name it once")
 
-    def _check_task(self) -> None:
-        """Allow options that need a class of each example with task = "classes" only."""
+    def _require_classes(self) -> None:
         if self.task == "classes":
             return
         by_class = [name for name in ("per_class", "groups", "sources", "synthetic") if getattr(self, name)]
@@ -159,8 +156,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     @property
-    def where(self) -> str:
-        """Source of the examples, for messages."""
+    def source_name(self) -> str:
         return (
             self.path
             or self.synthetic
@@ -170,12 +166,12 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
-        """Read the spec from a `[data]` table, or from another of the same form.
+        """Parse a spec from a `[data]` table, or from a table of the same form.
 
         Raises:
-            JobError: names the wrong key, what is expected there, and the keys there are.
+            JobError: If a key is unknown, a value does not fit, or a category is "auto".
         """
-        spec = config.convert(table, cls, where)
+        spec = config.convert_table(table, cls, where)
         for column, words in spec.categories.items():
             if words == AUTO:
                 raise JobError(

@@ -1,7 +1,7 @@
-"""Recordings as log-mel spectrograms, in numpy: the same on every board.
+"""Log-mel spectrograms of recordings in numpy, equal on every device.
 
-Frames of a Hann window, their power spectrum, summed in triangular bands that are evenly spaced on the mel scale
-(2595 log10(1 + f / 700)), and the natural logarithm of each band, from -23 for silence upwards.
+The power spectrum of Hann-windowed frames is summed in triangular bands, evenly spaced on the mel scale (2595 log10(1 +
+f / 700)). The result is the natural logarithm of each band, with -23 for silence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fedquilt.data.spec import Audio
 LEAST = 1e-10  # power of a band in silence
 
 
-def frames_of(spec: Audio) -> tuple[int, int, int, int]:
-    """Samples of a recording, of a frame and between two frames; and the number of frames, at least 1."""
+def frame_layout(spec: Audio) -> tuple[int, int, int, int]:
+    """Return the samples of a recording, a frame and a hop, and the number of frames (at least 1)."""
     samples, frame, hop = (
         max(1, round(spec.rate * seconds)) for seconds in (spec.seconds, spec.frame_ms / 1000, spec.hop_ms / 1000)
     )
@@ -26,8 +26,8 @@ def frames_of(spec: Audio) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=8)
 def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
-    """Weights of a Fourier transform's frequencies in each band: (points // 2 + 1, mels) float64."""
-    ends = np.linspace(0, _mel(rate / 2), mels + 2)
+    """Return the weights of each frequency in each band, (points // 2 + 1, mels) float64, read-only."""
+    ends = np.linspace(0, _mel_from_hz(rate / 2), mels + 2)
     corners = 700 * (10 ** (ends / 2595) - 1)  # Hz
     frequencies = np.arange(points // 2 + 1)[:, None] * rate / points
     rising = (frequencies - corners[:-2]) / (corners[1:-1] - corners[:-2])
@@ -37,13 +37,16 @@ def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
     return found
 
 
-def _mel(frequency: float) -> float:
+def _mel_from_hz(frequency: float) -> float:
     return float(2595 * np.log10(1 + frequency / 700))
 
 
-def log_mel(sound: np.ndarray, spec: Audio) -> np.ndarray:
-    """Spectrogram (frames, mels) float32 of a recording (samples,) from -1 to 1, cut or padded with silence."""
-    samples, frame, hop, _ = frames_of(spec)
+def log_mel_spectrogram(sound: np.ndarray, spec: Audio) -> np.ndarray:
+    """Return the log-mel spectrogram (frames, mels) float32 of samples from -1 to 1.
+
+    Longer recordings are cut, and shorter ones are padded with silence.
+    """
+    samples, frame, hop, _ = frame_layout(spec)
     held = np.zeros(samples)
     held[: min(samples, len(sound))] = sound[:samples]
     frames = np.lib.stride_tricks.sliding_window_view(held, frame)[::hop]  # (frames, frame)

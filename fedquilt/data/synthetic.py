@@ -1,14 +1,13 @@
-"""Synthetic-32K and Synthetic-3.2K of FedPeWS (arXiv 2410.03042, section 5.1): drawn, not read.
+"""Synthetic-32K and Synthetic-3.2K of FedPeWS (arXiv 2410.03042, section 5.1).
 
-Sixteen Gaussian clusters in the plane, four centres with four offsets each, of which two classes
-interleave at each of two sides. The paper gives neither centres nor covariances: they are those of
-its first author's public code; the sizes follow from the names. Classes are numbered so that
-`groups = [[0, 1], [2, 3]]` gives each of two devices a task that is hard by itself; the paper's
-"even and odd classes" must have meant this, as by our numbers each of the two would be trivial.
+Sixteen Gaussian clusters in the plane, four centres with four offsets each. Two classes alternate on each side. The
+paper gives neither centres nor covariances, so they are taken from its first author's public code. Classes are numbered
+so that `groups = [[0, 1], [2, 3]]` gives each of two devices a hard task. The paper's "even and odd classes" must mean
+this, because by our numbers these groups would be trivial.
 
-Everything comes from sums, products, square roots and PCG64's normals, so every machine draws the same; means
-are exact sums. Drawing all takes some milliseconds and 2 MB, so a device draws the whole and
-keeps its share: the features are standardised by the statistics of the whole training set.
+Only sums, products, square roots and normal draws of PCG64 are used, and means are exact sums, so that every machine
+generates equal data. A device generates the whole set (2 MB) and selects its share, because the features are
+standardised by the statistics of the whole training set.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fedquilt.data.spec import DataSpec
 
 
 class Centre(NamedTuple):
-    """Centre, and the matrix A by which standard normal rows are multiplied: covariance A'A."""
+    """Centre of a cluster, and the matrix A that scales standard normal rows (covariance A'A)."""
 
     x: float
     y: float
@@ -44,20 +43,22 @@ TRAIN = {"fedpews-32k": 2000, "fedpews-3.2k": 200}  # points of each cluster
 TEST = 400  # likewise, of either
 
 
-def open_(spec: DataSpec) -> Reader:
-    """Draw the training set (32,000 or 3,200 points) or the test set (6,400), by cluster: x (n, 5) float32, y 0..3.
+def open_synthetic(spec: DataSpec) -> Reader:
+    """Generate the training set (32,000 or 3,200 points) or the test set (6,400 points).
+
+    Inputs are (n, 5) float32, labels 0 to 3, ordered by cluster.
 
     Raises:
-        DataError: another split than train and test.
+        DataError: If the split is neither train nor test.
     """
     sizes = {"train": TRAIN[spec.synthetic], "test": TEST}
     if spec.split not in sizes:
         raise DataError(f"{spec.synthetic} has the splits train and test, not {spec.split!r}")
-    y = np.repeat([_class(*place) for place in _clusters()], sizes[spec.split])
+    y = np.repeat([_class_of_cluster(*place) for place in _list_clusters()], sizes[spec.split])
 
     def take(rows: np.ndarray) -> np.ndarray:
-        trained = _lifted(points(spec.synthetic, "train", spec.seed))
-        wanted = trained if spec.split == "train" else _lifted(points(spec.synthetic, "test", spec.seed))
+        trained = _expand_features(draw_points(spec.synthetic, "train", spec.seed))
+        wanted = trained if spec.split == "train" else _expand_features(draw_points(spec.synthetic, "test", spec.seed))
         mean = np.array([math.fsum(column) for column in trained.T]) / len(trained)
         spread = np.sqrt(np.array([math.fsum(column) for column in ((trained - mean) ** 2).T]) / len(trained))
         return ((wanted[rows] - mean) / spread).astype(np.float32)
@@ -65,12 +66,12 @@ def open_(spec: DataSpec) -> Reader:
     return Reader(y.astype(np.int64), take, (5,), np.dtype(np.float32))
 
 
-def points(name: str, split: str, seed: int) -> np.ndarray:
-    """Points in the plane, (n, 2) float64, cluster after cluster: centre by centre, offset by offset."""
+def draw_points(name: str, split: str, seed: int) -> np.ndarray:
+    """Draw the points of all clusters in the plane, (n, 2) float64, by centre and then by offset."""
     count = TRAIN[name] if split == "train" else TEST
     drawn = []
-    for centre, offset in _clusters():
-        z = tensors.rng(name, seed, split, centre, offset).standard_normal((count, 2))
+    for centre, offset in _list_clusters():
+        z = tensors.seeded_rng(name, seed, split, centre, offset).standard_normal((count, 2))
         at, ((a, b), (c, d)), (right, up) = CENTRES[centre], CENTRES[centre].a, OFFSETS[offset]
         # written out: a matrix product's last bit depends on the processor
         x = z[:, 0] * a + z[:, 1] * c + (at.x + right)
@@ -79,15 +80,15 @@ def points(name: str, split: str, seed: int) -> np.ndarray:
     return np.concatenate(drawn)
 
 
-def _clusters() -> list[tuple[int, int]]:
+def _list_clusters() -> list[tuple[int, int]]:
     return [(centre, offset) for centre in range(len(CENTRES)) for offset in range(len(OFFSETS))]
 
 
-def _class(centre: int, offset: int) -> int:
+def _class_of_cluster(centre: int, offset: int) -> int:
     return 2 * (centre >= 2) + offset % 2
 
 
-def _lifted(plane: np.ndarray) -> np.ndarray:
-    """Features (n, 5) of points (n, 2): x, y, x^2, y^2, xy."""
+def _expand_features(plane: np.ndarray) -> np.ndarray:
+    """Return the features x, y, x^2, y^2 and xy (n, 5) of points (n, 2)."""
     x, y = plane.T
     return np.stack([x, y, x * x, y * y, x * y], axis=1)

@@ -1,10 +1,9 @@
-"""Token numbers of texts: greedy longest match against a vocabulary file, like BERT's WordPiece.
+"""Token numbers of texts, by greedy longest match against a vocabulary, like BERT's WordPiece.
 
-A vocabulary has a token in each line, in UTF-8; a token's number is its line's, from 0. The first is `[PAD]`, and
-`[UNK]` is somewhere. Tokens that continue a word begin with `##`: with `sens`, `##or` and `##s`, "Sensors" becomes
-these three. Texts are normalised to NFC and small letters, split at white space, and each punctuation mark is a word.
-A word with a part that is in no token is `[UNK]` as a whole (Wu et al. 2016, arXiv 1609.08144; Devlin et al. 2019,
-arXiv 1810.04805).
+A vocabulary has one token per line in UTF-8, numbered from 0. The first is `[PAD]`, and `[UNK]` is another. Tokens that
+continue a word begin with `##`: with `sens`, `##or` and `##s`, "Sensors" becomes these three. Texts are normalised to
+NFC and lower case, and split at white space and punctuation marks. A word that cannot be split into tokens is `[UNK]`
+(Wu et al. 2016, arXiv 1609.08144, and Devlin et al. 2019, arXiv 1810.04805).
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ LONGEST = 100  # letters of a word; a longer one is unknown
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Vocabulary: token -> its number."""
-
     numbers: dict[str, int]
 
     def __len__(self) -> int:
@@ -35,14 +32,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
-        """Read a vocabulary.
-
-        Args:
-            vocabulary: Path of a file with a token in each line, or the tokens.
-
-        Raises:
-            DataError: If the file cannot be read, or the tokens are no vocabulary.
-        """
         path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
         lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
@@ -67,16 +56,15 @@ class Tokenizer:
         except UnicodeDecodeError:
             raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
 
-    def words(self, text: str) -> Iterator[list[int]]:
-        """Yield the token numbers of each word."""
+    def encode_words(self, text: str) -> Iterator[list[int]]:
         for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
-            yield self._word(word)
+            yield self._encode_word(word)
 
     def encode(self, text: str, length: int) -> np.ndarray:
-        """Encode a text as (length,) int32: its first tokens, padded with 0."""
+        """Encode a text as (length,) int32, cut to `length` tokens or padded with 0."""
         found = np.zeros(length, np.int32)
         place = 0
-        for numbers in self.words(text):
+        for numbers in self.encode_words(text):
             some = numbers[: length - place]
             found[place : place + len(some)] = some
             place += len(some)
@@ -84,7 +72,7 @@ class Tokenizer:
                 break
         return found
 
-    def _word(self, word: str) -> list[int]:
+    def _encode_word(self, word: str) -> list[int]:
         found: list[int] = []
         first = 0
         while first < len(word) and len(word) <= LONGEST:

@@ -1,6 +1,7 @@
-"""Federated methods, one file each, found by file name; those of other packages by entry point or `module:name`.
+"""Federated methods, one file each.
 
-Adding a method here is adding a file. Outside, it is a package with an entry point in the group `fedquilt.methods`.
+A new file in this folder is a new method. Other packages add methods by an entry point in the group `fedquilt.methods`,
+and a job can also name a method as `module:name`.
 """
 
 from __future__ import annotations
@@ -15,52 +16,52 @@ from fedquilt import plugins
 from fedquilt.core import JobError, Method
 
 
-def names() -> list[str]:
-    """Names of our own methods, sorted: the files in this folder except shared ones such as `_by_width.py`."""
+def builtin_names() -> list[str]:
+    """Return the sorted names of the methods in this package."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def outside() -> list[str]:
-    """Names of the methods that other packages offer, sorted; none is imported."""
-    return plugins.names("method")
+def plugin_names() -> list[str]:
+    """Return the sorted names of methods in other packages, without importing any."""
+    return plugins.plugin_names("method")
 
 
-def module(name: str) -> ModuleType:
-    """Module of a method, whose docstring describes it.
+def method_module(name: str) -> ModuleType:
+    """Return the module of a method, whose docstring describes the method.
 
     Raises:
-        JobError: as `load`.
+        JobError: If there is no such method, or if it fails to load.
     """
     load(name)
-    plugin = plugins.find("method", name, names())
+    plugin = plugins.find_plugin("method", name, builtin_names())
     return importlib.import_module(f"fedquilt.methods.{name}" if plugin is None else plugin.target.partition(":")[0])
 
 
-def needs(name: str) -> dict[str, str]:
-    """Packages a device needs beside fedquilt to run a method: see `plugins.needs`.
+def required_plugins(name: str) -> dict[str, str]:
+    """Return the plug-in module of a method with its version and digest, or {} if built in.
 
     Raises:
-        JobError: there is no such method.
+        JobError: If there is no such method.
     """
-    return plugins.needs("method", name, names())
+    return plugins.required_modules("method", name, builtin_names())
 
 
 @cache  # called for every task, and searching the folder takes longer than a small task
 def load(name: str) -> Method:
-    """Load a method by name: `methods/<name>.py`, an entry point of another package, or `module:name`.
+    """Load a method by the name of its file, of an entry point, or as `module:name`.
 
     Raises:
-        JobError: there is none, or it fails at import or is no method; gives the mend.
+        JobError: If there is no such method, if its import fails, or if it is not a `Method`.
     """
-    own = names()
-    plugin = plugins.find("method", name, own)
+    own = builtin_names()
+    plugin = plugins.find_plugin("method", name, own)
     if plugin is None:
         method = importlib.import_module(f"fedquilt.methods.{name}").METHOD
         assert isinstance(method, Method)
         return method
-    method = plugins.imported(plugin)
+    method = plugins.import_plugin(plugin)
     if not isinstance(method, Method):
-        raise plugins.refused(plugin, "a fedquilt.core.Method", method)
+        raise plugins.wrong_kind_error(plugin, "a fedquilt.core.Method", method)
     for part in ("params", "state"):
         kind = getattr(method, part)
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):

@@ -1,6 +1,6 @@
-"""Common parts of methods that send parts of a network by width: their state, a part as a model, and sBN.
+"""Common code of methods that send sub-networks: state, cost, and batch norm statistics.
 
-Batch normalisation's statistics are gathered for each width before an evaluation (HeteroFL, section 3: "static" batch
+Batch norm statistics are gathered for each width before an evaluation (HeteroFL, section 3: "static" batch
 normalisation).
 """
 
@@ -29,8 +29,8 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import width
@@ -40,68 +40,68 @@ from fedquilt.models.partial.width import Places
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Global model with the whole network's statistics, the dependencies between its units, and narrower parts' own."""
+    """Global model, dependencies between its units, and batch norm statistics of each sub-network."""
 
     plan: Plan
     widths: dict[str, dict[str, np.ndarray]]  # by rate: batch normalisation's running statistics
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
-    """A part as a model of its own, with the cost of its forward pass. `own`: as of `order`."""
-    sub = {**width.cut(state.model, at), **(own or {})}
-    flops, activations = layer_costs.share(state.costs(), state.model, sub)
+def subnetwork_state(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
+    """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
+    sub = {**width.cut_tensors(state.model, at), **(own or {})}
+    flops, activations = layer_costs.part_shares(state.costs_by_layer(), state.model, sub)
     return fedavg.State(
         state.params,
         state.network,
         sub,
         state.flops * flops,
         math.ceil(state.example_bytes * activations),
-        layers=layer_costs.cut(state.layers, state.model, sub),
+        layers=layer_costs.scale_layers(state.layers, state.model, sub),
     )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums by rate and statistic: sum_k n_k mean_k, sum_k n_k (var_k + mean_k^2) and sum_k n_k."""
+    """Sums of batch norm statistics by rate: n_k mean_k, n_k (var_k + mean_k^2) and n_k."""
 
     total: Mapping[str, Mapping[str, exact.Total]] = field(default_factory=dict)
     weight: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def statistics_rounds(
+def statistics_round(
     parts: Callable[[Any], Mapping[float, Places]],
     rate_of: Callable[[Any, DeviceView], float],
     *,
     scaled: bool,
     still: Callable[[Any], Collection[str]] = lambda state: (),
 ) -> Settle:
-    """Return the rounds that gather batch-normalisation statistics, for a method that sends parts by width.
+    """Return the evaluation round that gathers batch norm statistics of each sub-network.
 
     Args:
-        parts: state -> places of each part by rate.
-        rate_of: rate of a device's own part.
-        scaled: as of `hooks_of`.
-        still: state -> tensors that are never trained: their statistics stay as they are.
+        parts: Function from the state to the places of each sub-network, by rate.
+        rate_of: Function from the state and a device to the rate of its sub-network.
+        scaled: Whether training multiplies the outputs of narrower layers by 1 / rate.
+        still: Function from the state to the tensors that are never trained, whose statistics stay.
     """
 
-    def names(state: State) -> list[str]:
-        held, means = still(state), state.register.running_means()
+    def statistic_names(state: State) -> list[str]:
+        held, means = still(state), state.register.running_means_by_variance()
         return [name for pair in means.items() for name in pair[::-1] if name not in held]
 
     def send(state: State, device: DeviceView) -> Order:
         own, asked, bundles, work = rate_of(state, device), [], {}, Work()
         for rate, at in parts(state).items():
-            light = narrowed(state, at, state.widths.get(f"{rate:g}"))
-            found = fedavg.look(light)
+            light = subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
+            found = fedavg.evaluation_work(light)
             peak = max(
-                fedavg.training_order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
+                fedavg.training_task_spec(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
             )  # it is built whole, as for training
-            if rate > own and not _roomy(device, msgspec.structs.replace(found, peak_bytes=peak)):
+            if rate > own and not _fits_device(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue
             asked.append(rate)
             bundles[f"part.{rate:g}"] = light.model
-            work = work.plus(msgspec.structs.replace(found, peak_bytes=peak))
+            work = work.add(msgspec.structs.replace(found, peak_bytes=peak))
         table = {
             "network": tensor_register.without_register(state.network),
             "asked": asked,
@@ -110,14 +110,16 @@ def statistics_rounds(
         }
         return Order(table, bundles, work)
 
-    def taken(state: State) -> Expected:
+    def update_schema(state: State) -> Expected:
         found = {}
         for rate, at in parts(state).items():
-            found[f"statistics.{rate:g}"] = width.shapes(state.model, {name: at[name] for name in names(state)})
+            found[f"statistics.{rate:g}"] = width.cut_shapes(
+                state.model, {name: at[name] for name in statistic_names(state)}
+            )
         return Expected(found, whole=False)
 
-    @adds_up(Measured)
-    @expects(taken)
+    @with_mergeable_accumulators(Measured)
+    @with_update_schema(update_schema)
     def fold(state: State, so_far: Measured | None, update: Contribution) -> Measured:
         so_far = so_far or Measured()
         total, weight = dict(so_far.total), dict(so_far.weight)
@@ -128,12 +130,12 @@ def statistics_rounds(
         found = {}
         for bundle, sent in update.bundles.items():
             key = bundle.removeprefix("statistics.")
-            shapes = width.shapes(state.model, {name: places[key][name] for name in names(state)})
-            tensors.require_same(sent, shapes)
-            found[key] = _moments(sent, state.register.running_means(), update.device)
+            shapes = width.cut_shapes(state.model, {name: places[key][name] for name in statistic_names(state)})
+            tensors.require_addable(sent, shapes)
+            found[key] = _raw_moments(sent, state.register.running_means_by_variance(), update.device)
         for key, moments in found.items():
-            total[key] = exact.plus(total.get(key, {}), moments, update.weight)
-            weight[key] = weight.get(key, exact.Number()).plus(update.weight)
+            total[key] = exact.add_arrays(total.get(key, {}), moments, update.weight)
+            weight[key] = weight.get(key, exact.Number()).add_numbers(update.weight)
         return Measured(total, weight)
 
     def step(state: State, total: Measured | None) -> State:
@@ -142,7 +144,7 @@ def statistics_rounds(
             weight = float(total.weight[key])  # type: ignore[union-attr]
             if not weight:
                 continue
-            found, sums, means = {}, exact.values(totals), state.register.running_means()
+            found, sums, means = {}, exact.rounded_values(totals), state.register.running_means_by_variance()
             for name, array in sums.items():
                 value = array / weight
                 if name in means:
@@ -154,19 +156,14 @@ def statistics_rounds(
                 after = replace(after, model={**after.model, **found})
         return after
 
-    return Settle(lambda state: bool(names(state)), send, fold, step)
+    return Settle(lambda state: bool(statistic_names(state)), send, fold, step)
 
 
-def _roomy(device: DeviceView, work: Work) -> bool:
-    return device.profile is not None and tiers.fits(device.profile, "torch", work)
+def _fits_device(device: DeviceView, work: Work) -> bool:
+    return device.profile is not None and tiers.fits_budget(device.profile, "torch", work)
 
 
-def _moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
-    """One device's statistics as moments, which may be added up: float64. `means`: running variance -> running mean.
-
-    Raises:
-        UpdateError: a variance is below 0.
-    """
+def _raw_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
     found = {}
     for name, array in sent.items():
         value = array.astype(np.float64)
@@ -178,8 +175,8 @@ def _moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, 
     return found
 
 
-def measured(task: Task, site: Site) -> Answer:
-    """Compute the statistics of the device's examples in each part it received, weighted by examples."""
+def gather_statistics(task: Task, site: Site) -> Answer:
+    """Compute batch norm statistics of the device's examples in each received sub-network."""
     order, bundles = site.rng.permutation(len(site.train)), {}
     shuffled = Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):
@@ -187,9 +184,9 @@ def measured(task: Task, site: Site) -> Answer:
         cut = rate != 1
 
         def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.Moments = seen) -> Any:
-            return seen.watch(width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module)
+            return seen.add_hooks(width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module)
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
-        bundles[f"statistics.{rate:g}"] = seen.found()
+        bundles[f"statistics.{rate:g}"] = seen.statistics()
         site.progress((index + 1) / len(task.params["asked"]))
     return Answer(bundles, weight=float(len(site.train)), local=site.local)

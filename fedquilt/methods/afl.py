@@ -1,26 +1,26 @@
-"""AFL: a new head for one frozen network in one round, in closed form, the same however the examples are split.
+"""AFL: a new head for a frozen network in one round, solved in closed form.
 
 Paper: He et al., AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models, CVPR 2025
-(arXiv 2405.16240). Each device runs the frozen network on its examples and sends second moments of the features; the
+(arXiv 2405.16240). Each device runs the frozen network on its examples and sends second moments of the features. The
 head is the least-squares solution of one-hot labels on the features of all devices together. Nothing is trained.
 
-The result does not depend on the number of devices, on their order, or on who has which examples: it equals the
-solution on all examples in one place, to rounding.
+The result does not depend on the number of devices, on their order, or on the split of the examples. Up to rounding it
+equals the solution on all examples in one place.
 
-Deviations, and what is beyond the paper:
-- Devices send plain moments X'X and X'Y. The paper's devices send (X'X + gamma I) and their own solution of it, which
-  hold the same numbers; its server merges these pairwise (absolute aggregation law) and then takes gamma off again (RI
-  process). Without gamma moments add, and there is nothing to take off. `ridge` = 0 is what the paper's RI process ends
-  with; where it is singular, the solution of least norm.
-- X'X goes as the triangular factor of the centred features beside their mean, in float64: with fewer examples than
-  features that is smaller, and the board holds no square matrix. Where memory holds the features of some of a device's
-  examples only, the others are left out, which the log says.
-- `ridge` above 0 is the central ridge solution, with lambda taken as a share of the features' mean square.
-- `gcv` (not in the paper): features are standardised, the head has a bias, and generalised cross-validation chooses
-  the ridge from the same moments.
-- `random_features` (not in the paper): so many random projections of the features behind a ReLU take their place.
-- `rounds` > 1 (not in the paper): each device is heard once; for fleets that are not asked all at once.
-- A class that no device has is never predicted; the log names it.
+Deviations, and extensions of the paper:
+- Devices send plain moments X'X and X'Y. The paper's devices send (X'X + gamma I) and their own solution, which have
+  the same content. The paper's server merges these pairwise (absolute aggregation law) and then removes gamma (RI
+  process). Without gamma moments add. `ridge` = 0 is the result of the paper's RI process, or the solution of least
+  norm if the matrix is singular.
+- X'X is sent as the triangular factor of the centred features and their mean, in float64. With fewer examples than
+  features this is smaller, and the device holds no square matrix. If memory holds the features of only some of a
+  device's examples, the others are left out, and the log reports it.
+- `ridge` above 0 is the central ridge solution, with lambda as a share of the features' mean square.
+- `gcv` (not in the paper): features are standardised, the head has a bias, and generalised cross-validation selects the
+  ridge from the same moments.
+- `random_features` (not in the paper): the number of random projections with a ReLU that replace the features.
+- `rounds` > 1 (not in the paper): each device takes part once, for fleets that are not selected all at once.
+- A class without examples on any device is never predicted, and the log names it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    adds_up,
-    checked_by,
     derive_seed,
+    with_mergeable_accumulators,
+    with_update_check,
 )
 from fedquilt.models.stitching import candidates, joint_head, least_squares, moment_sums, orders, stitched, taps
 from fedquilt.models.stitching.class_moments import Sums
@@ -59,7 +59,7 @@ from fedquilt.models.stitching.stitched import Stock
 
 @dataclass(frozen=True)
 class Params:
-    """Hyper-parameters."""
+    """Hyper-parameters of the analytic head."""
 
     donor: str = ""  # which of the job's donors; "": the first
     ridge: Annotated[float, Meta(ge=0)] = 0.0  # lambda, as a share of the features' mean square; 0: the paper's result
@@ -70,7 +70,7 @@ class Params:
 
 @dataclass(frozen=True)
 class State:
-    """What has been gathered, and from whom."""
+    """Sums gathered so far, the devices they come from, and the head once solved."""
 
     params: Params
     seed: int
@@ -88,13 +88,13 @@ class State:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """The state before the first round.
+    """Return the first state.
 
     Raises:
-        ModelError: the bundle holds no donor blocks.
-        JobError: it has no donor of that name, or `ridge` is given beside `gcv`, which chooses it.
+        ModelError: If the bundle has no donor blocks.
+        JobError: If the donor is unknown, or if both `ridge` and `gcv` are set.
     """
-    stock = stitched.stock(bundle.meta)
+    stock = stitched.load_donor_pool(bundle.meta)
     donor = params.donor or next(iter(stock.donors))
     if donor not in stock.donors:
         raise JobError(f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(stock.donors))}")
@@ -107,7 +107,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
-    """Ask a device for its sums, once."""
+    """Return the task spec for a device's moments, or None if they were received or the job is done."""
     if done(state) or device.device in state.heard:
         return None
     ask = taps.GatherAsk(
@@ -115,122 +115,128 @@ def send(state: State, device: DeviceView) -> Order | None:
         input=state.stock.input,
         blocks={name: state.stock.blocks[name] for name in state.path},
         paths=(state.path,),
-        widths=(_width(state),),
+        widths=(_feature_width(state),),
         labels=len(state.stock.labels),
         samples=None,
-        projection_seed=_seed(state),
+        projection_seed=_projection_seed(state),
         relu=state.params.random_features > 0,
         exact=True,
     )
-    return orders.moments_order(ask, state.files)
+    return orders.moments_task_spec(ask, state.files)
 
 
-def sound(state: State, total: Gathering, weight: float) -> None:
-    """Check a site's moments before they are merged.
+def validate_site_sums(state: State, total: Gathering, weight: float) -> None:
+    """Validate the moments of a site before they are merged.
 
     Raises:
-        UpdateError: they are none of so many examples, or of so many devices.
+        UpdateError: If the moments do not match the update's weight.
     """
-    moment_sums.require(total, len(state.stock.labels), _width(state), weight, exact=True)
+    moment_sums.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
-def require(state: State, update: Contribution) -> None:
-    """Check an update before it is added to the sums.
+def validate_update(state: State, update: Contribution) -> None:
+    """Validate an update before it is added to the sums.
 
     Raises:
-        UpdateError: it answers another round, or its moments are not what was asked for.
+        UpdateError: If the update is of another round, or if its moments have the wrong form.
     """
     if update.metrics.get("turn") != state.turn:
         raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
     if update.device not in state.heard:
-        moment_sums.checked(update, len(state.stock.labels), _width(state), exact=True)
+        moment_sums.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
-@adds_up(Gathering, sound)
-@checked_by(require)
+@with_mergeable_accumulators(Gathering, validate_site_sums)
+@with_update_check(validate_update)
 def fold(state: State, so_far: Gathering | None, update: Contribution) -> Gathering:
-    """Add one device's moments, in place; errors as of `require`. Those of a device that was heard count already."""
-    require(state, update)
+    """Add a device's moments in place, unless they were added in an earlier round.
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
+    """
+    validate_update(state, update)
     so_far = so_far or Gathering()
-    return so_far if update.device in state.heard else so_far.plus(update)
+    return so_far if update.device in state.heard else so_far.add_update(update)
 
 
 def step(state: State, total: Gathering | None) -> State:
-    """Add a round's moments; solve after the last round, or once a round brings nobody new."""
+    """Add a round's moments. Solve the head after the last round, or if no new device took part."""
     if total is None or not total.devices:
-        return _closed(state) if state.heard else replace(state, log=())
-    sums = total.value(candidates.restored(state.gathered))
+        return _finish(state) if state.heard else replace(state, log=())
+    sums = total.total_sums(candidates.unpack_sums(state.gathered))
     heard = tuple(sorted({*state.heard, *total.devices}))
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
     if total.short:
         notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of their examples only")
     state = replace(
-        state, turn=state.turn + 1, heard=heard, gathered=candidates.stored(sums, exact=True), log=tuple(notes)
+        state, turn=state.turn + 1, heard=heard, gathered=candidates.pack_sums(sums, exact=True), log=tuple(notes)
     )
-    return _closed(state) if state.turn >= state.params.rounds else state
+    return _finish(state) if state.turn >= state.params.rounds else state
 
 
 def done(state: State) -> bool:
-    """Whether the head is solved."""
+    """Return whether the head is solved."""
     return bool(state.head)
 
 
 def result(state: State) -> Artefact:
-    """The donor's blocks under the new head (`stitched.to_artefact`); of a job that was cut short from who was heard.
+    """Return the donor's blocks under the new head (`stitched.to_artefact`).
+
+    The head of a job that ends early is solved from the devices so far.
 
     Raises:
-        ModelError: nobody was heard.
+        ModelError: If no device has sent its moments.
     """
     if not done(state) and state.gathered is None:
         raise ModelError("no device has sent its moments yet: there is no head")
-    head = joint_head.handed_out(state.head or _solved(state))
+    head = joint_head.export_head(state.head or _head_tensors(state))
     meta, arrays = stitched.to_artefact(stitched.Network((state.path,), {}, head), state.stock)
     return Artefact("stitched", meta, arrays)
 
 
-def solved(params: Params, sums: Sums) -> dict[str, np.ndarray]:
-    """The head from the sums of all devices: {"weights": (labels, d), "bias": (labels,)}, float64.
+def solve_head(params: Params, sums: Sums) -> dict[str, np.ndarray]:
+    """Return the head solved from the sums of all devices, as float64 "weights" and "bias".
 
-    What a state holds is finite: the bias of a class without examples is `joint_head.NEVER`.
+    "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.NEVER`.
     """
     if params.gcv:
-        given = joint_head.standardised(sums)
+        given = joint_head.standardise(sums)
         inner = given.correlation.copy()
-        inner[np.diag_indices(len(inner))] += joint_head.strength(given).ridge
+        inner[np.diag_indices(len(inner))] += joint_head.best_penalty(given).ridge
         weights = np.linalg.solve(inner, given.cross).T * given.inverse
         bias = given.shares - weights @ given.mean
     else:
         zero, labels = np.zeros_like(sums.mean), len(sums.counts)
         xx = sums.scatter + sums.n * np.outer(sums.mean, sums.mean)
         moments = least_squares.Moments(sums.n, zero, np.zeros(labels), xx, sums.totals.T, sums.n)
-        weights, bias = least_squares.solve(moments, params.ridge)
+        weights, bias = least_squares.solve_ridge(moments, params.ridge)
     return {"weights": weights, "bias": np.where(sums.counts > 0, bias, joint_head.NEVER)}
 
 
-def _solved(state: State) -> dict[str, np.ndarray]:
-    sums = candidates.restored(state.gathered)
+def _head_tensors(state: State) -> dict[str, np.ndarray]:
+    sums = candidates.unpack_sums(state.gathered)
     assert sums is not None
-    head = solved(state.params, sums)
+    head = solve_head(state.params, sums)
     if state.params.random_features:
         channels = state.stock.blocks[state.path[-1]].out_shape[0]
-        head["hidden"] = stitched.random_features(channels, state.params.random_features, _seed(state)).T
+        head["hidden"] = stitched.random_projection(channels, state.params.random_features, _projection_seed(state)).T
     return {part: array.astype(np.float32) for part, array in head.items()}
 
 
-def _closed(state: State) -> State:
+def _finish(state: State) -> State:
     assert state.gathered is not None
     notes = [f"the head of {state.path[0].rpartition('.')[0]} solved from {state.gathered.counts.sum():.0f} examples"]
     pairs = zip(state.stock.labels, state.gathered.counts, strict=True)
     if nobodys := [label for label, count in pairs if not count]:
         notes.append(f"nobody has examples of {', '.join(nobodys)}: never predicted")
-    return replace(state, head=_solved(state), gathered=None, log=(*state.log, *notes))
+    return replace(state, head=_head_tensors(state), gathered=None, log=(*state.log, *notes))
 
 
-def _width(state: State) -> int:
+def _feature_width(state: State) -> int:
     return state.params.random_features or state.stock.blocks[state.path[-1]].out_shape[0]
 
 
-def _seed(state: State) -> int:
+def _projection_seed(state: State) -> int:
     return derive_seed("features", state.seed)
 
 
@@ -238,8 +244,8 @@ def _seed(state: State) -> int:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Sums of the pooled features at the donor's tap, and of the labels."""
-    return taps.gather(msgspec.convert(task.params, taps.GatherAsk), site)
+    """Return the moments of the pooled features at the donor's last block, and of the labels."""
+    return taps.gather_moments(msgspec.convert(task.params, taps.GatherAsk), site)
 
 
 METHOD = Method(

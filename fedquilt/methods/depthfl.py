@@ -1,19 +1,20 @@
-"""DepthFL: every device trains as deep a part of the network as its memory allows, with a classifier after each stage.
+"""DepthFL: each device trains the first stages of the network, with a classifier after each.
 
-Paper: Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023, section 3: a device of
+Paper: Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023, section 3. A device of
 depth d has the first d stages with their classifiers, and minimises
 
-    sum_{i <= d} CE_i + c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i),   p_j held still in its term,
+    sum_{i <= d} CE_i + c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i),   p_j constant in its term,
     c(t) = exp(-5 (1 - min(t, ramp)/ramp)^2) in round t.
 
-The direction of the divergence is that of the public implementation: each exit learns from the others' outputs.
-A tensor of the new global model is the mean over the devices that have it. The mean of all scores is evaluated.
+The direction of the divergence is that of the public implementation: each exit learns from the outputs of the other
+exits. A tensor of the new global model is the mean over the devices that have the tensor. Evaluation uses the mean of
+all scores.
 
-Deviations: a classifier is an average over pixels and a linear layer (the paper has attention and separable
-convolutions before it), the last one the network's own. FedDyn's term is left out. A stage is a run of consecutive
-blocks. Depth follows the memory tier, the least where a device has not reported its memory. The mean is weighted by
-examples. The result is the network "exits", whose output is the mean of all scores; its tensors except `exit.*` are
-the plain network's. One exit is FedAvg, bit for bit.
+Deviations: a classifier consists of an average over pixels and a linear layer (the paper has attention and separable
+convolutions before it), and the last classifier is the network's own. FedDyn's term is left out. A stage is a run of
+consecutive blocks. Depth follows the memory tier, and is the least for a device that has not reported its memory. The
+mean is weighted by examples. The result is the network "exits", whose output is the mean of all scores. Its tensors
+except `exit.*` are those of the plain network. One exit is bit-identical to FedAvg.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from fedquilt.core import (
     Site,
     Step,
     Task,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models.networks import stages
@@ -61,10 +62,10 @@ class Params(fedavg.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
-    """Start from the bundle's network with one random linear classifier per stage, uniform in +-1/sqrt(width)."""
+    """Return the first state, with a random linear classifier after each stage but the last."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.split_stages(begun.model, params.exits, begun.register)
-    rng = tensors.rng(seed, "depthfl", "exits")
+    rng = tensors.seeded_rng(seed, "depthfl", "exits")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
         bound = stage.width**-0.5
@@ -73,32 +74,32 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     return replace(begun, model=model)
 
 
-def network(state: fedavg.State) -> dict[str, np.ndarray]:
-    """Tensors of the plain network, without `exit.*`."""
+def plain_network(state: fedavg.State) -> dict[str, np.ndarray]:
+    """Return the tensors of the plain network, without `exit.*`."""
     return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
 
 
-def stages_part(state: fedavg.State, depth: int) -> Places:
-    """Return the places of the first `depth` stages with their classifiers."""
-    found = by_depth.split_stages(network(state), state.params["exits"], state.register)
+def leading_stage_places(state: fedavg.State, depth: int) -> Places:
+    """Return the places of the tensors of the first `depth` stages and of their exits."""
+    found = by_depth.split_stages(plain_network(state), state.params["exits"], state.register)
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
     if depth >= len(found.stages):
-        names += [name for name in network(state) if name not in names]
+        names += [name for name in plain_network(state) if name not in names]
     return dict.fromkeys(sorted(names), (None, None))
 
 
-def looked(body: by_depth.Body) -> list[list[Any]]:
-    """First layer of each stage that has a classifier before it, and the channels of that layer's input."""
+def exit_inputs(body: by_depth.Body) -> list[list[Any]]:
+    """Return, for each exit, the first layer of the next stage and the channels of its input."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Return the order to train the first stages that the device's memory tier allows, with their exits."""
-    depth = by_width.by_tier(device.profile, state.params["depths"])
-    order = heterofl.order(state, stages_part(state, depth), 1.0)
-    found = by_depth.split_stages(network(state), state.params["exits"], state.register)
-    looks = looked(found)[:depth]
+    """Return the task spec to train the first stages that the device's memory tier allows."""
+    depth = by_width.select_by_tier(device.profile, state.params["depths"])
+    order = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
+    found = by_depth.split_stages(plain_network(state), state.params["exits"], state.register)
+    looks = exit_inputs(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
 
@@ -108,7 +109,7 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
 
 @dataclass
 class Exits:
-    """Hooks that add classifiers, and the outputs of these on the last mini-batch."""
+    """Exits of a sub-network, with their scores on the latest mini-batch."""
 
     looks: tuple[stages.Stage, ...]
     classes: int
@@ -116,21 +117,21 @@ class Exits:
     strength: float = 0.0  # c(t)
     scores: list[Any] = field(default_factory=list)
 
-    def prepare(self, start: Mapping[str, np.ndarray]) -> Any:
-        """Hook that turns the plain network into one with exits, given the tensors to start from."""
+    def prepare_hook(self, start: Mapping[str, np.ndarray]) -> Any:
+        """Return the hook that adds the exits to the plain network, whose tensors `start` contains."""
 
-        def prepared(module: Any) -> Any:
+        def add_exits(module: Any) -> Any:
             plain = module.state_dict().keys()
             own = {name: array for name, array in start.items() if name in plain}
-            module = stages.first_stages(
-                module, own, self.looks, lambda told, last: self._answer(module, told, last), whole=self.whole
+            module = stages.keep_first_stages(
+                module, own, self.looks, lambda told, last: self._combine_scores(module, told, last), whole=self.whole
             )
             return stages.add_exits(module, self.looks, self.classes)
 
-        return prepared
+        return add_exits
 
-    def _answer(self, module: Any, told: list[Any], last: Any) -> Any:
-        """Sum of log p in training, which leaves cross entropy's other terms to `penalty`; else the mean of scores."""
+    def _combine_scores(self, module: Any, told: list[Any], last: Any) -> Any:
+        # In training the network returns z = sum_i log p_i. `penalty` corrects its cross entropy to sum_i CE_i.
         import torch
 
         self.scores = [linear(x) for linear, x in zip(module.exit, told, strict=True)]
@@ -142,7 +143,7 @@ class Exits:
         return torch.stack(self.scores).mean(dim=0)
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Other terms of the loss: cross entropy of z = sum_i log p_i exceeds sum_i CE_i by log sum exp z."""
+        """Return the rest of the loss: minus log sum exp of z = sum_i log p_i, and the KL terms."""
         import torch
 
         count = len(self.scores)
@@ -158,8 +159,8 @@ class Exits:
         return extra
 
 
-def exits_of(task: Task) -> Exits:
-    """Exits of a task's part, with the strength c(t) of this round."""
+def exits_from_task(task: Task) -> Exits:
+    """Return the exits of a task, with the strength c(t) of the KL terms in its round."""
     looks = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
     ramp = task.params["ramp"]
     strength = math.exp(-5 * (1 - min(task.round, ramp) / ramp) ** 2)
@@ -167,44 +168,46 @@ def exits_of(task: Task) -> Exits:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train all exits of the part together; one exit is FedAvg's training."""
-    exits = exits_of(task)
+    """Train all exits of the sub-network together, or as FedAvg if there is one exit."""
+    exits = exits_from_task(task)
     if not exits.looks:
         return fedavg.work(task, site)
     steps = (Step(penalty=exits.penalty),)
-    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), steps=steps))
+    return fedavg.work(task, site, Hooks(prepare=exits.prepare_hook(site.load("model")), steps=steps))
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the device's own part on its held-out share."""
-    exits, model = exits_of(task), site.load("model")
-    hooks = Hooks(prepare=exits.prepare(model)) if exits.looks else Hooks()
+    """Evaluate the device's sub-network on the held-out examples."""
+    exits, model = exits_from_task(task), site.load("model")
+    hooks = Hooks(prepare=exits.prepare_hook(model)) if exits.looks else Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-@adds_up(Counted)
-@expects(fedavg.part)
+@with_mergeable_accumulators(Counted)
+@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
-    """Add an update to the sums entry by entry; its part is recognised by the tensors' shapes."""
-    sent = heterofl.sent_by(update)
-    cuts = [stages_part(state, depth) for depth in sorted(set(state.params["depths"]))]
-    return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
+    """Add an update to the sums, entry by entry. The tensors present identify the depth."""
+    sent = heterofl.sent_model(update)
+    cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
+    return by_width.add_entries(
+        state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight
+    )
 
 
 def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
     """Average each entry over the devices that sent it."""
-    return replace(state, model=by_width.close(state.model, total))
+    return replace(state, model=by_width.average_entries(state.model, total))
 
 
 def result(state: fedavg.State) -> Artefact:
     """Return the network with its classifiers, or the plain network if there is one exit."""
     found, table = (
-        by_depth.split_stages(network(state), state.params["exits"], state.register),
+        by_depth.split_stages(plain_network(state), state.params["exits"], state.register),
         tensor_register.without_register(state.network),
     )
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
-        table = {"name": "exits", "of": table, "looks": looked(found), "classes": found.classes, **inputs}
+        table = {"name": "exits", "of": table, "looks": exit_inputs(found), "classes": found.classes, **inputs}
     return Artefact("weights", {"network": table}, fedavg.with_aliases(state.network, state.model))
 
 

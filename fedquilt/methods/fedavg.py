@@ -1,12 +1,12 @@
-"""Federated averaging.
+"""FedAvg: the server averages the devices' models, weighted by their examples.
 
 Paper: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
 AISTATS 2017 (arXiv 1602.05629), Algorithm 1.
 
-Deviations: integer tensors (batch norm's `num_batches_tracked`, an int64 array of shape ()) are counters and not
-averaged: the largest is kept, so that a counter grows in every round by the steps of the device that took the most.
-An update whose tensors have other types than those sent, or are too large to add up, is refused. The sum is exact
-(`fedquilt.exact`): its bits do not depend on the order of the devices.
+Deviations: integer tensors (batch norm's `num_batches_tracked`) are counters. The largest value is kept instead of the
+mean, so that a counter grows in every round by the largest number of steps of a device. Updates are rejected if their
+tensors have other types than the model's, or are too large to be summed. The sum is exact (`fedquilt.exact`) and does
+not depend on the order of the devices.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
-    adds_up,
-    checked_by,
-    expects,
-    same_for_all,
+    with_common_task,
+    with_mergeable_accumulators,
+    with_update_check,
+    with_update_schema,
 )
 
 Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a slip: no device has so many examples
@@ -69,7 +69,7 @@ class Params:
 
 @dataclass(frozen=True)
 class State:
-    """Global model with its network's table, parameters and cost."""
+    """Global model, with the parameters of the job and the table and cost of the network."""
 
     params: dict[str, Any]
     network: dict[str, Any]
@@ -78,38 +78,38 @@ class State:
     example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
     layers: tuple[layer_costs.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
 
-    def costs(self) -> tuple[layer_costs.Layer, ...]:
-        """Costs of the layers; of a bundle that has none, one layer that stands for all."""
-        return self.layers or layer_costs.parse({"flops": self.flops})
+    def costs_by_layer(self) -> tuple[layer_costs.Layer, ...]:
+        """Return the cost of each layer, or of the network as one layer if the bundle has no layers."""
+        return self.layers or layer_costs.parse_layers({"flops": self.flops})
 
     @property
     def register(self) -> tensor_register.Register:
         """Register of the network's tensors, with the type and module of each."""
         return tensor_register.register_of(self.network)
 
-    def of(self, model: Mapping[str, np.ndarray]) -> State:
-        """The same network's plain state with other tensors: for size and cost."""
+    def plain_state_with(self, model: Mapping[str, np.ndarray]) -> State:
+        """Return a plain FedAvg state of the same network with other tensors."""
         return State(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Sums of a round: sum_k n_k * x_k and sum_k n_k; of nobody without arguments."""
+    """Sums of a round: sum_k n_k * x_k and sum_k n_k. Empty without arguments."""
 
     total: dict[str, exact.Total] = field(default_factory=dict)
     weights: exact.Number = exact.Number()
 
     @property
     def weight(self) -> float:
-        """sum_k n_k."""
+        """Total weight of the updates, sum_k n_k."""
         return float(self.weights)
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Start from the bundle's model.
+    """Return the first state, with the bundle's model.
 
     Raises:
-        ModelError: the bundle has none.
+        ModelError: If the bundle has no model.
     """
     if "model" not in bundle.files:
         raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
@@ -118,17 +118,17 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     if "register" in bundle.meta:
         network["register"] = msgspec.to_builtins(bundle.meta["register"])
     flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
-    found = layer_costs.parse(bundle.meta) if "layers" in bundle.meta else ()
+    found = layer_costs.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
     return State(table, network, model, flops, example_bytes, layers=found)
 
 
-@same_for_all
+@with_common_task
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the whole model."""
-    return training_order(state, {"model": state.model})
+    """Return the task spec to train the whole model."""
+    return training_task_spec(state, {"model": state.model})
 
 
-def training_order(
+def training_task_spec(
     state: State,
     bundles: Mapping[str, Tensors],
     *,
@@ -137,51 +137,58 @@ def training_order(
     anchors: int = 0,
     moved: Tensors | None = None,
 ) -> Order:
-    """Return the order to train the whole network by mini-batches, with its predicted cost.
+    """Return the task spec to train the whole network by mini-batches, with its predicted cost.
+
+    The predicted peak is that of one example at a time or, with trained batch norm, of a mini-batch.
 
     Args:
-        state: gives the parameters, the network's table and the cost of a forward pass.
-        bundles: tensors to send, by name.
-        trainings: how often an example is trained on in an epoch: forward, and backward through what `moved` needs.
-        looks: forward passes besides.
-        anchors: copies of the model held besides those of plain SGD. The predicted peak is that of one example at a
-            time, and an engine with more room takes more; with trained batch normalisation it is that of a mini-batch.
-        moved: the trained tensors, if not all: the others have no gradients and no moments.
+        state: State with the parameters, the network's table and the cost of a forward pass.
+        bundles: Tensors to send, by name.
+        trainings: Forward and backward passes over each example in an epoch.
+        looks: Forward passes over each example in an epoch, in addition to `trainings`.
+        anchors: Copies of the model in memory, in addition to those of plain SGD.
+        moved: Trained tensors, or None if all are. The other tensors have no gradients and no moments.
     """
     size = tensors.total_bytes([state.model])
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    convolutions = state.register.convolutions(state.model)
+    convolutions = state.register.convolution_paths(state.model)
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
-    fixed = footprint.fixed_bytes(size, len(convolutions), moving, copies=footprint.COPIES + anchors, library=library)
-    peak_bytes = fixed + at_once(state, moved) * state.example_bytes
-    costs, names = state.costs(), state.model if moved is None else moved
-    each = layer_costs.Pass().plus(layer_costs.training(costs, names), trainings)
-    each = each.plus(layer_costs.forward(costs), looks)
-    steps = {name: round(trainings * count) for name, count in layer_costs.learned(state.model, names).items()}
-    work = layer_costs.work(each, state.params, steps, size)
-    kind = layer_costs.kind(costs, convolutions)
+    fixed = footprint.fixed_training_bytes(
+        size, len(convolutions), moving, copies=footprint.COPIES + anchors, library=library
+    )
+    peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
+    costs, names = state.costs_by_layer(), state.model if moved is None else moved
+    each = layer_costs.Pass().add_scaled(layer_costs.training_cost(costs, names), trainings)
+    each = each.add_scaled(layer_costs.forward_cost(costs), looks)
+    steps = {
+        name: round(trainings * count) for name, count in layer_costs.trained_tensor_bytes(state.model, names).items()
+    }
+    work = layer_costs.training_work(each, state.params, steps, size)
+    kind = layer_costs.workload_kind(costs, convolutions)
     return Order(
         {**state.params, "network": tensor_register.without_register(state.network)},
         bundles,
         msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
-        check=look(state),
+        check=evaluation_work(state),
     )
 
 
-def look(state: State) -> Work:
-    """Cost of running the network once over as many examples as a device trains on."""
-    kind = layer_costs.kind(state.costs(), state.register.convolutions(state.model))
-    found = layer_costs.looked(layer_costs.forward(state.costs()), tensors.total_bytes([state.model]))
+def evaluation_work(state: State) -> Work:
+    """Return the cost of one forward pass over as many examples as a device trains on."""
+    kind = layer_costs.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
+    found = layer_costs.inference_work(
+        layer_costs.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
+    )
     return msgspec.structs.replace(found, workload=kind)
 
 
-def at_once(state: State, moved: Tensors | None = None) -> int:
-    """Least number of examples a device holds at once: a whole mini-batch with trained batch norm, else one.
+def minimum_batch(state: State, moved: Tensors | None = None) -> int:
+    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one.
 
     Args:
-        state: with the model and the batch size.
-        moved: as for `training_order`.
+        state: State with the model and the batch size.
+        moved: Trained tensors, or None if all are.
     """
     names = None if moved is None else moved.keys()
     return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
@@ -190,96 +197,105 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
 FIT = tuple(each.name for each in fields(Fit))
 
 
-def fit_of(task: Task) -> Fit:
-    """Training settings from a task's params, at the round's learning rate."""
+def fit_from_task(task: Task) -> Fit:
+    """Return the training settings of a task, at the learning rate of its round."""
     given = {name: task.params[name] for name in FIT if name in task.params}
-    return Fit(**{**given, "lr": rate_of(task.params, task.round)})
+    return Fit(**{**given, "lr": learning_rate(task.params, task.round)})
 
 
-def rate_of(params: Mapping[str, Any], round: int) -> float:
-    """The client's learning rate in a round: eta * decay^round."""
+def learning_rate(params: Mapping[str, Any], round: int) -> float:
+    """Return the client's learning rate in a round: eta * decay^round."""
     return float(params["lr"]) * float(params.get("lr_decay", 1.0)) ** round
 
 
 def work(task: Task, site: Site, hooks: Hooks = Hooks()) -> Answer:
     """Train the received model on the device's examples."""
-    return trained(task, site, site.load("model"), hooks)
+    return train_from(task, site, site.load("model"), hooks)
 
 
-def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> Answer:
-    """Train from `start` as the task says; the trained tensors are bundle "model", weighted by examples."""
+def train_from(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> Answer:
+    """Train from `start` and return the trained tensors as bundle "model", weighted by examples."""
     model, metrics = site.engine.train(
-        task.params["network"], start, site.train, fit_of(task), site.rng, hooks=hooks, progress=site.progress
+        task.params["network"], start, site.train, fit_from_task(task), site.rng, hooks=hooks, progress=site.progress
     )
     return Answer({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the received model on the held-out share."""
+    """Evaluate the received model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
 
-def whole(state: Any) -> Expected:
-    """All of the state's model: what most methods' folds take."""
-    return Expected({"model": tensors.shapes(state.model)})
+def full_model_schema(state: Any) -> Expected:
+    """Return the schema of an update with all tensors of the model."""
+    return Expected({"model": tensors.tensor_shapes(state.model)})
 
 
-def part(state: Any) -> Expected:
-    """Any part of the state's model."""
-    return Expected({"model": tensors.shapes(state.model)}, whole=False)
+def partial_model_schema(state: Any) -> Expected:
+    """Return the schema of an update with any part of the model."""
+    return Expected({"model": tensors.tensor_shapes(state.model)}, whole=False)
 
 
-def sound(state: State, total: Sum, weight: float) -> None:
-    """Check a site's sum before it is merged.
+def validate_site_sums(state: State, total: Sum, weight: float) -> None:
+    """Validate the sums of a site before they are merged.
 
     Raises:
-        UpdateError: it has another weight than its update, other tensors than the model, or a number out of range.
+        UpdateError: If the sums do not match the update's weight or the model, or if a number is out of range.
     """
     if total.weight != weight:
         raise UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
-    exact.require(total.total, state.model, weight)
+    exact.require_valid_sums(total.total, state.model, weight)
 
 
-def require(state: State, update: Contribution) -> None:
-    """Check an update before it is added to the sums.
+def validate_update(state: State, update: Contribution) -> None:
+    """Validate an update before it is added to the sums.
 
     Raises:
-        UpdateError: names, shapes or types differ from the model's, or values are not finite.
+        UpdateError: If names, shapes or types differ from the model's, or if values are not finite.
     """
-    tensors.require_same(update.bundles.get("model", {}), state.model)
+    tensors.require_addable(update.bundles.get("model", {}), state.model)
 
 
-@adds_up(Sum, sound)
-@expects(whole)
-@checked_by(require)
+@with_mergeable_accumulators(Sum, validate_site_sums)
+@with_update_schema(full_model_schema)
+@with_update_check(validate_update)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update to the sums, weighted by its examples, in place; errors as of `require`."""
-    require(state, update)
+    """Add an update to the sums in place, weighted by its examples.
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
+    """
+    validate_update(state, update)
     so_far = so_far or Sum()
-    return Sum(exact.plus(so_far.total, update.bundles["model"], update.weight), so_far.weights.plus(update.weight))
+    return Sum(
+        exact.add_arrays(so_far.total, update.bundles["model"], update.weight),
+        so_far.weights.add_numbers(update.weight),
+    )
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Replace the model by the weighted mean; unchanged if nobody answered."""
+    """Replace the model by the weighted mean, or keep the model if there are no updates."""
     if total is None or total.weight == 0:
         return state
     weight = total.weight
-    model = {name: divided(total.total.pop(name), weight).astype(state.model[name].dtype) for name in list(total.total)}
+    model = {
+        name: divide_sum(total.total.pop(name), weight).astype(state.model[name].dtype) for name in list(total.total)
+    }
     return replace(state, model=model)
 
 
-def mean(total: Sum) -> dict[str, np.ndarray]:
-    """Mean sum_k n_k * x_k / sum_k n_k in float64; counters as they are."""
-    return {name: divided(each, total.weight) for name, each in total.total.items()}
+def weighted_mean(total: Sum) -> dict[str, np.ndarray]:
+    """Return sum_k n_k x_k / sum_k n_k in float64. Counters are not divided."""
+    return {name: divide_sum(each, total.weight) for name, each in total.total.items()}
 
 
-def divided(total: exact.Total, weight: float) -> np.ndarray:
-    """A sum divided by its weight, in float64; a counter as it is."""
-    return total.value() if total.counter else np.asarray(total.value() / weight)
+def divide_sum(total: exact.Total, weight: float) -> np.ndarray:
+    """Return a sum divided by its weight in float64, or a counter undivided."""
+    return total.rounded_value() if total.is_counter else np.asarray(total.rounded_value() / weight)
 
 
-def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
-    """Convert the tensors to the types of `like`."""
+def cast_like(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
+    """Convert the tensors to the types of the tensors in `like`."""
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
@@ -288,21 +304,21 @@ def trained_names(state: State) -> list[str]:
     return state.register.parameters_of(state.model)
 
 
-def require_one(update: Contribution) -> None:
-    """Check the weight of an update, for methods in which every device counts as much.
+def require_unit_weight(update: Contribution) -> None:
+    """Raise an error unless an update has weight 1, in methods without weighting.
 
     Raises:
-        UpdateError: it is not 1, so that a site's sum would weigh something else than its updates.
+        UpdateError: If the weight is not 1.
     """
     if update.weight != 1:
         raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
 
 
-def steps_of(update: Contribution) -> float:
-    """Number of mini-batches a device took.
+def reported_steps(update: Contribution) -> float:
+    """Return the number of mini-batches that a device reports.
 
     Raises:
-        UpdateError: the update does not report it.
+        UpdateError: If the update reports none.
     """
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:

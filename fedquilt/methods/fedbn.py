@@ -1,13 +1,13 @@
-"""FedBN: batch normalisation stays on the device, all else is averaged.
+"""FedBN: batch normalisation stays on the device, and all other tensors are averaged.
 
 Paper: Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021
 (arXiv 2102.07623), Algorithm 1: weight, bias and running statistics of batch norm layers are never sent.
 
-Every normalisation that keeps running statistics stays on the device, by whatever name (`fedquilt.tensor_register`).
-Batch norm without running statistics is averaged like all else.
+Every normalisation with running statistics stays on the device, whatever its name (`fedquilt.tensor_register`). Batch
+norm without running statistics is averaged.
 
-Deviations: the result carries the batch norm tensors that the job began with, as the devices' own are known to
-nobody else; `meta["private"]` names them.
+Deviations: the result has the batch norm tensors of the job's start, because the devices' own tensors are never sent.
+`meta["private"]` lists their names.
 """
 
 from __future__ import annotations
@@ -18,19 +18,30 @@ from typing import Any
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, EvaluationSums, Order, Site, Task, Tensors, same_for_all
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    EvaluationSums,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    with_common_task,
+)
 from fedquilt.methods import fedavg
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Shared tensors as `model`, and the batch norm tensors that every device starts from."""
+    """Shared tensors as `model`, and the first batch norm tensors of every device."""
 
     norm: dict[str, np.ndarray]
 
 
 def private_names(state: fedavg.State) -> set[str]:
-    """Return the names of normalisations' tensors with running statistics, and of all running statistics."""
+    """Return the names of running statistics and of normalisations' tensors, which stay private."""
     register = state.register
     running = [entry for entry in register.tensors if register.is_running_statistic(entry.name)]
     return {entry.name for entry in running} | register.tensors_of_modules(
@@ -47,22 +58,22 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(replace(begun, model=shared)), norm=norm)
 
 
-@same_for_all
+@with_common_task
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the shared tensors; batch norm's first values never change, so they are sent once."""
-    return fedavg.training_order(state, {"model": state.model, "norm": state.norm})
+    """Return the task spec to train the network. The first batch norm tensors are sent once."""
+    return fedavg.training_task_spec(state, {"model": state.model, "norm": state.norm})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the whole network; batch norm stays as the device's own."""
-    answer = fedavg.trained(task, site, personal(task, site))
+    """Train the whole network. Batch norm tensors stay on the device."""
+    answer = fedavg.train_from(task, site, personal(task, site))
     model, own = answer.bundles["model"], site.load("norm").keys()
     shared = {name: array for name, array in model.items() if name not in own}
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the shared tensors with the device's own batch norm."""
+    """Evaluate the shared tensors with the device's batch norm on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
@@ -72,10 +83,10 @@ def result(state: State) -> Artefact:
 
 
 def personal(task: Task, site: Site) -> Tensors:
-    """Shared tensors with the device's own batch norm, or the job's first before it has trained."""
+    """Return the shared tensors with the device's batch norm, or the first ones before training."""
     norm = site.load("norm")
     if site.local:
-        tensors.require_like(site.local, norm)
+        tensors.require_matching(site.local, norm)
     return {**site.load("model"), **norm, **site.local}
 
 

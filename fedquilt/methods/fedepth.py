@@ -1,17 +1,18 @@
-"""FeDepth: every device trains the whole network, a group of blocks at a time, as large as its memory allows.
+"""FeDepth: each device trains the whole network, one group of blocks at a time.
 
 Paper: Zhang et al., Memory-adaptive Depth-wise Heterogeneous Federated Learning (FeDepth), 2023 (arXiv 2303.04887),
-Algorithm 1: a device takes its groups of blocks one after another. With a group it trains the classifier; all earlier
-blocks are frozen, and a link layer in place of all later ones maps the group's output to the classifier's width.
+Algorithm 1: a device trains its groups of blocks one after another, each with the classifier. All earlier blocks are
+frozen, and a link layer in place of all later blocks maps the group's output to the classifier's width.
 
-Deviations: a link is an average over pixels and a linear layer without bias, which is a 1x1 convolution and then the
-average. Links are averaged over the devices that have them. Groups follow the memory tier, the most where a device has
-not reported its memory; distillation among devices with room to spare is left out. A frozen normalisation keeps its
-statistics. The mean is weighted by examples. One group is FedAvg, bit for bit. Groups are as even in stages as
-possible, whatever memory each takes (the paper fills each up to the budget), and no device leaves a group out for want
-of memory (the paper's partial training): one whose memory does not hold its largest group declines. Every group takes
-`epochs` passes of its own, in an order of its own, with a new optimizer; the loss reported is the last group's. The
-rate falls by `lr_decay` from round to round, not by a cosine. The whole network is evaluated, without links.
+Deviations: a link is an average over pixels and a linear layer without bias, which equals a 1x1 convolution and an
+average. Links are averaged over the devices that have them. The number of groups follows the memory tier, and is the
+largest for a device that has not reported its memory. Distillation among devices with spare memory is left out. A
+frozen normalisation keeps its statistics. The mean is weighted by examples. One group is bit-identical to FedAvg.
+Groups have nearly equal numbers of stages, whatever their memory (the paper fills each group up to the budget). No
+device skips a group for lack of memory (the paper's partial training): a device that cannot hold its largest group
+declines. Every group is trained for `epochs` passes in its own order, with a new optimizer. The reported loss is the
+last group's. The learning rate falls by `lr_decay` from round to round, not by a cosine. Evaluation uses the whole
+network, without links.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from fedquilt.core import (
     Step,
     Task,
     Work,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
@@ -63,89 +64,89 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class Group:
-    """Stages trained together."""
+    """Stages that are trained together."""
 
     names: tuple[str, ...]  # of its own tensors
     end: int  # stage behind it; of the network's last group: the number of stages
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
-    """Start from the bundle's network with a random link before each stage, uniform in +-1/sqrt(width)."""
+    """Return the first state, with a random link before each stage but the first."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.split_stages(begun.model, params.stages, begun.register)
-    rng = tensors.rng(seed, "fedepth", "links")
+    rng = tensors.seeded_rng(seed, "fedepth", "links")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:], start=1):
         bound = stage.width**-0.5
-        model[link(index)] = rng.uniform(-bound, bound, (found.features, stage.width)).astype(np.float32)
+        model[link_name(index)] = rng.uniform(-bound, bound, (found.features, stage.width)).astype(np.float32)
     return replace(begun, model=model)
 
 
-def link(end: int) -> str:
-    """Name of the tensor of the link before stage `end`."""
+def link_name(end: int) -> str:
+    """Return the name of the link's tensor before stage `end`."""
     return f"link.s{end}.weight"
 
 
-def network(state: fedavg.State) -> dict[str, np.ndarray]:
-    """Tensors of the plain network, without links."""
+def plain_network(state: fedavg.State) -> dict[str, np.ndarray]:
+    """Return the tensors of the plain network, without links."""
     return {name: array for name, array in state.model.items() if not name.startswith("link.")}
 
 
-def groups(body: Body, count: int) -> list[Group]:
-    """The stages split into `count` groups, as even as possible."""
+def split_into_groups(body: Body, count: int) -> list[Group]:
+    """Split the stages into at most `count` groups of nearly equal size."""
     found = []
     for part in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
         found.append(Group(tuple(name for i in part for name in body.stages[i].names), int(part[-1]) + 1))
     return found
 
 
-def part(state: fedavg.State, body: Body, count: int) -> Places:
-    """Places of the whole network and of the links that `count` groups need."""
-    links = [link(group.end) for group in groups(body, count)[:-1]]
-    return dict.fromkeys(sorted([*network(state), *links]), (None, None))
+def places_for_groups(state: fedavg.State, body: Body, count: int) -> Places:
+    """Return the places of the whole network and of the links for `count` groups."""
+    links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
+    return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Return the order to train the network in as many groups of blocks as the device's memory tier needs."""
-    count = by_width.by_tier(device.profile, state.params["groups"])
-    body = by_depth.split_stages(network(state), state.params["stages"], state.register)
-    found, at = groups(body, count), part(state, body, count)
-    sub = by_width.cut(state.model, at)
-    order = fedavg.training_order(state, {"model": sub})
+    """Return the task spec to train as many groups of blocks as the device's memory tier requires."""
+    count = by_width.select_by_tier(device.profile, state.params["groups"])
+    body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
+    found, at = split_into_groups(body, count), places_for_groups(state, body, count)
+    sub = by_width.cut_tensors(state.model, at)
+    order = fedavg.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    return replace(order, params={**order.params, **table}, work=_cost(state, order, found))
+    return replace(order, params={**order.params, **table}, work=_groups_work(state, order, found))
 
 
-def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
-    """Cost: for each group a forward pass up to its end and a backward pass through its own; memory: the largest's."""
+def _groups_work(state: fedavg.State, order: Order, found: list[Group]) -> Any:
+    # Each group costs a forward pass up to its end and a backward pass through itself.
     if len(found) == 1:
         return order.work
-    model, peaks = network(state), []
+    model, peaks = plain_network(state), []
     works: list[Work] = []
     before: dict[str, np.ndarray] = {}
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        _, activations = layer_costs.share(state.costs(), model, own)
+        _, activations = layer_costs.part_shares(state.costs_by_layer(), model, own)
         before |= own
-        part = state.of({**before, **head})
+        part = state.plain_state_with({**before, **head})
         part = replace(
             part,
-            flops=state.flops * layer_costs.share(state.costs(), model, before)[0],
-            layers=layer_costs.cut(state.layers, state.model, part.model),
+            flops=state.flops * layer_costs.part_shares(state.costs_by_layer(), model, before)[0],
+            layers=layer_costs.scale_layers(state.layers, state.model, part.model),
         )
-        works.append(fedavg.training_order(part, {}, moved={**own, **head}).work)
+        works.append(fedavg.training_task_spec(part, {}, moved={**own, **head}).work)
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(fedavg.training_order(light, {}, moved={**own, **head}).work.peak_bytes)
-    return msgspec.structs.replace(reduce(Work.plus, works), peak_bytes=max(peaks))
+        peaks.append(fedavg.training_task_spec(light, {}, moved={**own, **head}).work.peak_bytes)
+    return msgspec.structs.replace(reduce(Work.add, works), peak_bytes=max(peaks))
 
 
 # -- on the device --------------------------------------------------------------------------------
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train group after group, each with its link to the classifier; earlier groups are frozen."""
+    """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
     parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(parts) == 1:
         return fedavg.work(task, site)
@@ -158,32 +159,32 @@ def work(task: Task, site: Site) -> Answer:
         if index < len(ends):
             end, entrance, width = ends[index]
             start = {name: model[name] for name in model if name in before or name.rpartition(".")[0] == head}
-            prepare = linked(stages.Stage(entrance, width, ()), dict(start), int(end), head)
-            start[link(end)], moved = model[link(end)], moved | {link(end)}
+            prepare = link_hook(stages.Stage(entrance, width, ()), dict(start), int(end), head)
+            start[link_name(end)], moved = model[link_name(end)], moved | {link_name(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
         hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
         done = index / len(parts)
         at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
-        answer = fedavg.trained(task, at, start, hooks)
+        answer = fedavg.train_from(task, at, start, hooks)
         model = {**model, **answer.bundles["model"]}
         told, steps = dict(answer.metrics), steps + answer.metrics["steps"]
     return Answer({"model": model}, float(len(site.train)), {**told, "steps": steps})
 
 
-def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
-    """Hook that ends the network before a stage, with a link from there to its classifier."""
+def link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
+    """Return the hook that ends the network before a stage, with a link to the classifier."""
 
     def prepare(module: Any) -> Any:
         from torch import nn
 
         last = module.get_submodule(head)
 
-        def answer(told: list[Any], scores: Any) -> Any:
+        def apply_link(told: list[Any], scores: Any) -> Any:
             return last(getattr(module.link, f"s{end}")(told[0]))
 
         wide = last.in_features
-        module = stages.first_stages(module, start, (behind,), answer, whole=False)
+        module = stages.keep_first_stages(module, start, (behind,), apply_link, whole=False)
         module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(behind.width, wide, bias=False)}))
         return module
 
@@ -191,24 +192,26 @@ def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the whole network on the device's held-out share."""
+    """Evaluate the whole network on the held-out examples."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-@adds_up(Counted)
-@expects(fedavg.part)
+@with_mergeable_accumulators(Counted)
+@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
-    """Add an update to the sums, entry by entry. Its number of groups shows which links it carries."""
-    sent = heterofl.sent_by(update)
-    body = by_depth.split_stages(network(state), state.params["stages"], state.register)
-    cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
-    return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
+    """Add an update to the sums, entry by entry. The links present identify the number of groups."""
+    sent = heterofl.sent_model(update)
+    body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
+    cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]
+    return by_width.add_entries(
+        state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight
+    )
 
 
 def result(state: fedavg.State) -> Artefact:
     """Return the global network without its links."""
-    return fedavg.weights_artefact(state.network, network(state))
+    return fedavg.weights_artefact(state.network, plain_network(state))
 
 
 METHOD = replace(

@@ -1,10 +1,11 @@
-"""FedFina: only the last convolutions are averaged, everything else stays on the device.
+"""FedFina: only the last convolutions are averaged, and all other layers stay on the device.
 
-Paper: GENE-FL's comparison (arXiv 2504.14628, section 4) has it as the counterpart of ParFed: it shares the
-"last four convolution layers", of a ResNet18 the four 3x3 convolutions of its last stage, 31.50 MiB an upload.
+Paper: GENE-FL's comparison (arXiv 2504.14628, section 4) uses FedFina as the counterpart of ParFed: it shares the
+"last four convolution layers", which in a ResNet18 are the four 3x3 convolutions of the last stage, 31.50 MiB an
+upload.
 
-Deviations: no other paper that we know uses the name; everything is trained, as with ParFed.
-There is one cluster. In a network without convolutions, weight matrices other than the head's take their place.
+Deviations: no other paper known to us uses the name. All layers are trained, as in ParFed. There is one cluster. In a
+network without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedquilt.methods import fedavg, fedrep, parfed
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and how many convolutions are shared."""
+    """FedAvg's parameters, and the number of shared convolutions."""
 
     layers: Annotated[int, Meta(ge=1)] = 4  # convolutions that are shared
 
@@ -29,7 +30,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Share the last convolutions of the bundle's model."""
     begun = fedavg.init(bundle, params, seed)
     own = parfed.last_weights(begun, params.layers)
-    return fedrep.split(begun, begun.model.keys() - own)
+    return fedrep.split_state(begun, begun.model.keys() - own)
 
 
 METHOD = replace(

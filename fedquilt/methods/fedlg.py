@@ -1,16 +1,17 @@
-"""FedLG: devices average only the convolutions with the smallest gradients, the learnGene, and keep all other layers.
+"""FedLG: devices share only the learnGene, the convolutions with the smallest gradients.
 
-Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), which takes
-the layers that change least as an ancestor learns; as a baseline in GENE-FL's comparison (arXiv 2504.14628,
-section 4), "extracts information from gradient updates". There three convolutions of a ResNet18 are shared, 18.28 MiB
-an upload: two of 512x512x3x3 and one of 128x64x3x3, hence a convolution's weights are the unit.
+Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), selects the layers
+that change least while an ancestor model learns. FedLG is a baseline in GENE-FL's comparison (arXiv 2504.14628,
+section 4) that "extracts information from gradient updates". There three convolutions of a ResNet18 are shared, 18.28
+MiB
+an upload: two of 512x512x3x3 and one of 128x64x3x3. The unit is therefore a convolution's weight tensor.
 
-In the first rounds (`probe`) devices train and report for each convolution only the size of its gradient in their
-mini-batches, as a root mean square over its values, from the Fisher diagonal with one group for each mini-batch
-(`Trainer.fisher`). The coordinator averages the sizes and shares the `layers` smallest from then on.
+In the first rounds (`probe`) devices train, and report the gradient size of each convolution in their mini-batches: the
+root mean square over its values, from the Fisher diagonal with one group per mini-batch (`Trainer.fisher`). The
+coordinator averages the sizes and shares the `layers` smallest from then on.
 
-Deviations: GENE-FL's paper gives no formula for the choice; the mean norm per parameter is ours. It is made
-once. There is one cluster. In a network without convolutions, weight matrices other than the head's take their place.
+Deviations: GENE-FL's paper has no formula for the choice. The mean norm per parameter is our choice, made once. There
+is one cluster. In a network without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedrep, parfed
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, the size of the learnGene and the rounds to find it."""
+    """FedAvg's parameters, the size of the learnGene and the number of probing rounds."""
 
     layers: Annotated[int, Meta(ge=1)] = 3  # convolutions in the learnGene
     probe: Annotated[int, Meta(ge=1)] = 1  # rounds in which gradients are measured and no weights are sent
@@ -49,7 +50,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedrep.State):
-    """First values of all tensors as `own`, and the shared values so far as `model`."""
+    """First values of all tensors as `own`, and the shared tensors as `model`."""
 
     candidates: tuple[str, ...]
     sizes: dict[str, float]  # sum over rounds of the devices' mean gradient size
@@ -58,32 +59,32 @@ class State(fedrep.State):
 
     @property
     def phase(self) -> str:
-        """Phase of the job: "probe" until the learnGene is known, then "share"."""
+        """Phase of the job: "probe" until the learnGene is chosen, then "share"."""
         return "share" if self.shared else "probe"
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start with all tensors on the devices and every convolution a candidate."""
+    """Return the first state, with no shared tensors and every convolution as a candidate."""
     begun = fedavg.init(bundle, params, seed)
     names = tuple(parfed.convolution_weights(begun))
-    parts = fedrep.split(begun, begun.model.keys())
+    parts = fedrep.split_state(begun, begun.model.keys())
     return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training; before the learnGene is known, with one more pass for the gradients."""
+    """Return the task spec to train, with one more pass for the gradients while probing."""
     sent = fedrep.send(state, device)
     work = sent.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
-        again = replace(state.of({**state.own, **state.model}), params={**state.params, "epochs": 1})
-        work = work.plus(fedavg.training_order(again, {}).work)
+        again = replace(state.plain_state_with({**state.own, **state.model}), params={**state.params, "epochs": 1})
+        work = work.add(fedavg.training_task_spec(again, {}).work)
     params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
     return replace(sent, params=params, work=work)
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the device's own network; returns gradient sizes in the first rounds, then the learnGene."""
-    answer = fedrep.parted(fedavg.trained(task, site, fedrep.whole(site)), task.params["shared"])
+    """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
+    answer = fedrep.split_result(fedavg.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"])
     if task.params["shared"]:
         return answer
     squares = site.engine.fisher(task.params["network"], answer.local, site.train, each=task.params["batch"])
@@ -91,36 +92,36 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
 
 
-def taken(state: State) -> Expected:
-    """The layers that are shared, or in the first rounds how large the candidates' gradients are."""
+def update_schema(state: State) -> Expected:
+    """Return the schema of an update: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
         return Expected({"model": {name: state.own[name] for name in state.shared}})
     return Expected({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-@adds_up(fedavg.Sum)
-@expects(taken)
+@with_mergeable_accumulators(fedavg.Sum)
+@with_update_schema(update_schema)
 def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """Add an update to the sums: models, or in the first rounds gradient sizes."""
+    """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
         like = {name: state.own[name] for name in state.shared}
         return fedavg.fold(replace(state, model=like), so_far, update)
     sizes = update.bundles.get("sizes", {})
     like = {name: np.zeros(1) for name in state.candidates}
-    tensors.require_like(sizes, like)
+    tensors.require_matching(sizes, like)
     if any((size < 0).any() for size in sizes.values()):
         raise UpdateError(f"{update.device} says that a gradient is smaller than nothing")
     return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
 
 
 def step(state: State, total: fedavg.Sum | None) -> State:
-    """Average the learnGene, or add up gradient sizes and choose it after the last probing round."""
+    """Average the learnGene, or add the gradient sizes and choose after the last probing round."""
     if total is None or total.weight == 0:
         return state
     if state.shared:
         like: Mapping[str, np.ndarray] = {name: state.own[name] for name in state.shared}
-        return replace(state, model=fedavg.cast(fedavg.mean(total), like))
-    mean = fedavg.mean(total)
+        return replace(state, model=fedavg.cast_like(fedavg.weighted_mean(total), like))
+    mean = fedavg.weighted_mean(total)
     sizes = {name: size + float(mean[name][0]) for name, size in state.sizes.items()}
     least = sorted(sizes, key=lambda name: (sizes[name], name))[: state.params["layers"]]
     chosen = tuple(sorted(least)) if state.probed + 1 >= state.params["probe"] else ()
@@ -128,7 +129,7 @@ def step(state: State, total: fedavg.Sum | None) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Name the layers of the learnGene once they are chosen."""
+    """Return a sentence with the layers of the learnGene after they are chosen."""
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 

@@ -1,12 +1,11 @@
-"""FedLoRA: the pre-trained network is frozen, low-rank adapters and the head are averaged.
+"""FedLoRA: low-rank adapters and the head of a frozen pre-trained network are averaged.
 
-Papers: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), on the attention's and the
-feed-forward part's output projections as in FedSDG's comparison (seed paper, section 3.4), averaged as McMahan et al.
-(arXiv 1602.05629). With `mu` above 0 the adapters and the head are pulled to the received ones, FedProx
-(arXiv 1812.06127), Eq. 2.
+Papers: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), on the output projections of
+attention and feed-forward layers as in FedSDG's comparison (section 3.4), averaged as in McMahan et al.
+(arXiv 1602.05629). With `mu` above 0 the adapters and the head have FedProx's proximal term (arXiv 1812.06127, Eq. 2).
 
 Deviations: in a network without attention every linear layer before the head is adapted. The result is the plain
-network with the adapters added into its weights. A and B are averaged separately, as usual, although the mean of
+network with the adapters merged into its weights. A and B are averaged separately, as usual, although the mean of
 products is not the product of means. FedRep and Ditto on adapters are those methods with `rank` above 0.
 """
 
@@ -33,7 +32,7 @@ from fedquilt.core import (
     Step,
     Task,
     Tensors,
-    same_for_all,
+    with_common_task,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import lora
@@ -41,7 +40,7 @@ from fedquilt.models.partial import lora
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters with Adam, and the adapters'."""
+    """FedAvg's parameters with Adam, and the adapters' parameters."""
 
     lr: Annotated[float, Meta(gt=0)] = 1e-3
     optimizer: Literal["sgd", "adam"] = "adam"
@@ -53,13 +52,13 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Adapters and head as `model`, and the network that the job began with."""
+    """Adapters and head as `model`, and the frozen backbone."""
 
     backbone: dict[str, np.ndarray]
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Insert new adapters into the bundle's network, which becomes the frozen backbone."""
+    """Return the first state: new adapters in the bundle's network, which is the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
     model = initial_shared_part(begun.model, params.rank, seed, begun.network)
     return State(**vars(replace(begun, model=model)), backbone=begun.model)
@@ -68,7 +67,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 def initial_shared_part(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the first values of the adapters, and the head's tensors of the backbone."""
     return {
-        **lora.shared(backbone, adapted_layers(network), rank, tensors.rng(seed, "lora")),
+        **lora.initial_shared_adapters(backbone, adapted_layers(network), rank, tensors.seeded_rng(seed, "lora")),
         **{name: backbone[name] for name in head_names(network)},
     }
 
@@ -82,7 +81,7 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the classifier's tensors.
 
     Raises:
-        ModelError: the network ends in something else than a linear layer.
+        ModelError: If the last layer of the network is not linear.
     """
     register = tensor_register.register_of(network)
     last = register.classifier()
@@ -91,41 +90,41 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     return register.parameters_by_layer()[last]
 
 
-@same_for_all
+@with_common_task
 def send(state: State, device: DeviceView) -> Order:
-    """Return the order to train adapters and head. The frozen backbone is sent with them, once."""
+    """Return the task spec to train adapters and head. The frozen backbone is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        fedavg.training_order(adapted(state), bundles, anchors=anchors, moved=state.model), state.network
+        fedavg.training_task_spec(adapted_state(state), bundles, anchors=anchors, moved=state.model), state.network
     )
 
 
 def with_adapted_layers(order: Order, network: Mapping[str, Any]) -> Order:
-    """Return the order with the names of the adapted layers in its parameters."""
+    """Return the task spec with the names of the adapted layers in its parameters."""
     return replace(order, params={**order.params, "places": adapted_layers(network)})
 
 
-def adapted(state: State) -> fedavg.State:
-    """The network with its adapters, for size and cost."""
-    whole = state.of({**state.backbone, **state.model})
+def adapted_state(state: State) -> fedavg.State:
+    """Return a plain state of the backbone with its adapters, for size and cost."""
+    whole = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
-    return replace(whole, layers=layer_costs.beside(state.layers, state.backbone, added))
+    return replace(whole, layers=layer_costs.with_adapters(state.layers, state.backbone, added))
 
 
-def scale(params: Mapping[str, Any]) -> float:
-    """Factor of the adapters, alpha / r."""
+def adapter_scale(params: Mapping[str, Any]) -> float:
+    """Return the factor of the adapters, alpha / r."""
     return float(params["alpha"] / params["rank"])
 
 
 def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
     """Return hooks that insert the adapters, train the tensors in `moved` and freeze all others."""
-    places, rank, mu = lora.given(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
+    places, rank, mu = lora.sites_from_json(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
 
-        return lora_torch.insert_adapters(module, places, rank, scale(task.params))
+        return lora_torch.insert_adapters(module, places, rank, adapter_scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
     return Hooks(prepare=prepare, correct=pull, steps=(Step(rate=lambda name: float(name in moved)),))
@@ -134,13 +133,13 @@ def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
 def work(task: Task, site: Site) -> Answer:
     """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = fedavg.trained(task, site, {**backbone, **received}, adapter_hooks(task, received))
+    answer = fedavg.train_from(task, site, {**backbone, **received}, adapter_hooks(task, received))
     model = answer.bundles["model"]
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the backbone with the received adapters and head."""
+    """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = adapter_hooks(task, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
@@ -152,14 +151,14 @@ def result(state: State) -> Artefact:
 
 
 def merged_model(state: State) -> dict[str, np.ndarray]:
-    """Return the network's own tensors, with the adapters of the state merged into them."""
+    """Return the backbone with the state's adapters merged into its weights."""
     return merge_adapters({**state.params, "places": adapted_layers(state.network)}, state.backbone, state.model)
 
 
 def merge_adapters(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
-    """Return the backbone with the adapters in `moved` merged in, and with its other tensors replaced."""
+    """Return the backbone with the adapters in `moved` merged and other moved tensors replaced."""
     whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
-    return lora.merged(whole, moved, lora.given(params["places"]), scale(params))
+    return lora.merge_shared(whole, moved, lora.sites_from_json(params["places"]), adapter_scale(params))
 
 
 METHOD = replace(

@@ -1,13 +1,13 @@
-"""FedLP: each device sends each of its layers only with a probability, and a layer is averaged over its senders.
+"""FedLP: each device sends each layer with probability p, and senders' layers are averaged.
 
 Paper: Zhu et al., FedLP: Layer-wise Pruning Mechanism for Communication-Computation Efficient Federated
-Learning, ICC 2023 (arXiv 2303.06360), the homogeneous scheme: layer l of device k is kept with probability p;
+Learning, ICC 2023 (arXiv 2303.06360), the homogeneous scheme. Layer l of device k is kept with probability p, and
 
-    w^l = sum_k n_k w_k^l / sum_k n_k   over the devices that kept it; unchanged where nobody did.
+    w^l = sum_k n_k w_k^l / sum_k n_k   over the devices that kept the layer, or unchanged if none did.
 
-Deviations: layers are dropped on the device, before anything is sent (the authors' own code drops them on the
-server). A layer is a weight tensor with its bias, its normalisation and the statistics of that. Every device
-trains all layers.
+Deviations: layers are dropped on the device, before the upload (the authors' code drops them on the server). A layer is
+a weight tensor with its bias, its normalisation and the statistics of the normalisation. Every device trains all
+layers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    adds_up,
-    expects,
-    same_for_all,
+    with_common_task,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -49,53 +49,53 @@ class Sum(fedavg.Sum):
     senders: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def units_to_drop(state: fedavg.State) -> list[tuple[str, ...]]:
-    """Return the names of tensors that are sent together: each layer with its normalisation's statistics."""
+def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
+    """Return the names of the tensors of each layer, including its normalisation's statistics."""
     found = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
     for entry in state.register.tensors:
         found.setdefault(entry.layer, set()).add(entry.name)
     return [tuple(sorted(names)) for names in found.values()]
 
 
-@same_for_all
+@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Return FedAvg's order with the units of which a device sends each or not."""
+    """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
-    return replace(order, params={**order.params, "units": units_to_drop(state)})
+    return replace(order, params={**order.params, "units": layer_units(state)})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train as FedAvg does, and return each unit with probability `keep`."""
+    """Train as in FedAvg, and return each layer with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
     kept = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-@adds_up(Sum)
-@expects(fedavg.part)
+@with_mergeable_accumulators(Sum)
+@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add the layers that an update carries to their sums."""
+    """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
-    came = {name for names in units_to_drop(state) if not model.keys().isdisjoint(names) for name in names}
+    came = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
     so_far = so_far or Sum()
     one = fedavg.fold(like, so_far, update)
-    senders = {name: so_far.senders.get(name, exact.Number()).plus(update.weight) for name in like.model}
+    senders = {name: so_far.senders.get(name, exact.Number()).add_numbers(update.weight) for name in like.model}
     return Sum(one.total, one.weights, {**so_far.senders, **senders})
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
-    """Average each layer over its senders; a layer that nobody sent stays."""
+    """Average each layer over its senders. A layer without senders stays."""
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}
     for name, weight in total.senders.items():
         if float(weight):
-            mean[name] = fedavg.divided(total.total[name], float(weight))
-    return replace(state, model={**state.model, **fedavg.cast(mean, state.model)})
+            mean[name] = fedavg.divide_sum(total.total[name], float(weight))
+    return replace(state, model={**state.model, **fedavg.cast_like(mean, state.model)})
 
 
 METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, send=send, work=work, fold=fold, step=step)

@@ -1,17 +1,18 @@
-"""FedLPS: all devices share a frozen encoder, cut to its strongest channels on weak ones, and train a predictor.
+"""FedLPS: devices share a frozen encoder, pruned on weak devices, and train a predictor.
 
 Paper: Jia et al., FedLPS: Heterogeneous Federated Learning for Multiple Tasks with Local Parameter Sharing, AAAI 2024
-(arXiv 2402.08578), Algorithm 1: the encoder of a pre-trained network is shared and frozen. A device keeps of every
-layer of the predictor the channels with the largest L1 norm of their weights, as many as its pruning ratio leaves;
-the predictor is trained, and its entries are averaged over the devices that have them.
+(arXiv 2402.08578), Algorithm 1. The encoder of a pre-trained network is shared and frozen. In every layer of the
+predictor a device keeps the channels with the largest L1 norm of their weights, as many as its pruning ratio leaves.
+The predictor is trained, and its entries are averaged over the devices that have them.
 
 Deviations: one task. The channels are chosen once, on the coordinator, from the job's first weights, so that only a
-device's own part travels (the authors prune on the device after its first training); an addition ties its operands,
-and channels tied to the encoder stay whole. The ratio follows the device's memory tier, the largest for one that has
-not reported its memory. An entry's mean is weighted by examples; each ratio has its own batch normalisation
-statistics, gathered from all devices before an evaluation and at the end, as in `heterofl`; the encoder's stay as they
-are. The encoder is the first layers by their names. Random weights are refused, since nobody would ever train the
-encoder. All ratios 0 and encoder = 0 are FedAvg, bit for bit but for those statistics.
+device's own part is sent (the authors prune on the device after its first training). An addition ties the channels of
+its operands, and channels tied to the encoder stay whole. The ratio follows the device's memory tier, and is the
+largest for a device that has not reported its memory. An entry's mean is weighted by examples. Each ratio has its own
+batch norm statistics, gathered from all devices before an evaluation and at the end, as in `heterofl`. The encoder's
+statistics do not change. The encoder is the first layers by their names. Random weights are refused, because the
+encoder would never be trained. With all ratios 0 and encoder = 0 the result is bit-identical to FedAvg, except for
+these statistics.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from fedquilt.core import (
     Site,
     Step,
     Task,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
@@ -60,18 +61,18 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(_by_width.State):
-    """Global model, the encoder's layers and the channels kept at each ratio."""
+    """Global model, the encoder's layers and the channels left by each pruning ratio."""
 
     encoder: tuple[str, ...]  # layers
     kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Choose the frozen encoder and, for each rate, the units that stay in the other layers.
+    """Choose the frozen encoder and, for each pruning ratio, the units that stay in other layers.
 
     Raises:
-        JobError: the encoder would have random weights.
-        ModelError: the network has one layer only.
+        JobError: If the encoder would have random weights.
+        ModelError: If the network has only one layer.
     """
     if params.encoder and not bundle.meta.get("pretrained", True):
         raise JobError(
@@ -79,7 +80,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             "pre-trained network's, or train all of it with encoder = 0"
         )
     plain = fedavg.init(bundle, params, seed)
-    begun = _by_width.State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
+    begun = _by_width.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
     last = begun.register.classifier()
     order = [name for name in begun.register.parameters_by_layer() if name != last]
     if params.encoder and not order:
@@ -87,15 +88,15 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
     whole = {group for layer in encoder for group in begun.plan.follows.get(f"{layer}.weight", NOWHERE).out}
     kept = {}
-    for left in rates(vars(params)):
-        chosen = width.strongest(begun.plan, begun.model, left)
+    for left in remaining_shares(vars(params)):
+        chosen = width.strongest_units(begun.plan, begun.model, left)
         kept[f"{left:g}"] = {group: units for group, units in chosen.items() if group not in whole}
     state = State(**vars(begun), encoder=encoder, kept=kept)
-    return replace(state, widths=heterofl.initial_statistics(state, parts(state)))
+    return replace(state, widths=heterofl.initial_statistics(state, places_by_share(state)))
 
 
-def rates(params: Mapping[str, Any]) -> list[float]:
-    """Share of the channels that is left, by tier."""
+def remaining_shares(params: Mapping[str, Any]) -> list[float]:
+    """Return the share of channels that pruning leaves, for each memory tier."""
     return [round(1 - ratio, 9) for ratio in params["ratios"]]
 
 
@@ -104,35 +105,37 @@ def encoder_names(state: State) -> set[str]:
     return {entry.name for entry in state.register.tensors if entry.layer in state.encoder}
 
 
-def parts(state: State) -> dict[float, Places]:
-    """Places of each part that may be sent, by the share of the channels that is left: the strongest units' entries."""
-    shares = sorted({share(state, left) for left in rates(state.params)})
-    return {left: width.places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
+def places_by_share(state: State) -> dict[float, Places]:
+    """Return the places of each part that can be sent, by the share of channels in the part."""
+    shares = sorted({canonical_share(state, left) for left in remaining_shares(state.params)})
+    return {left: width.unit_places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
 
 
-def share(state: State, left: float) -> float:
-    """Largest of the shares that leave as many channels of the predictor as `left`."""
+def canonical_share(state: State, left: float) -> float:
+    """Return the largest share that leaves as many channels of the predictor as `left`."""
     pruned = next(iter(state.kept.values()))
-    return heterofl.width([state.plan.widths[group] for group in pruned], rates(state.params), left)
+    return heterofl.canonical_rate([state.plan.widths[group] for group in pruned], remaining_shares(state.params), left)
 
 
-def left_of(state: State, device: DeviceView) -> float:
-    """Share of the channels in a device's part."""
-    return share(state, width.by_tier(device.profile, rates(state.params)))
+def device_share(state: State, device: DeviceView) -> float:
+    """Return the share of channels in a device's part."""
+    return canonical_share(state, width.select_by_tier(device.profile, remaining_shares(state.params)))
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the device's part, with the encoder frozen."""
-    left = left_of(state, device)
-    order = heterofl.at_rate(state, heterofl.order(state, parts(state)[left], left, state.widths.get(f"{left:g}")))
+    """Return the task spec to train the device's part with the encoder frozen."""
+    left = device_share(state, device)
+    order = heterofl.with_learning_rate(
+        state, heterofl.part_task_spec(state, places_by_share(state)[left], left, state.widths.get(f"{left:g}"))
+    )
     return replace(order, params={**order.params, "still": sorted(encoder_names(state))})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the predictor's part, or gather batch normalisation statistics where the task asks for them."""
+    """Train the predictor's part, or gather batch norm statistics if the task requests them."""
     if "asked" in task.params:
-        return _by_width.measured(task, site)
-    hooks, held = heterofl.hooks_of(task, site, scaled=False), set(task.params["still"])
+        return _by_width.gather_statistics(task, site)
+    hooks, held = heterofl.width_hooks(task, site, scaled=False), set(task.params["still"])
     if held:
         hooks = Hooks(prepare=hooks.prepare, steps=(Step(rate=lambda name: float(name not in held)),))
     answer = fedavg.work(task, site, hooks)
@@ -141,17 +144,20 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the device's own part on its held-out share."""
-    hooks = heterofl.hooks_of(task, site, scaled=False)
+    """Evaluate the device's part on the held-out examples."""
+    hooks = heterofl.width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-@adds_up(Sum)
-@expects(fedavg.part)
+@with_mergeable_accumulators(Sum)
+@with_update_schema(fedavg.partial_model_schema)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's predictor entries to the sums of its ratio."""
-    sent, held = heterofl.sent_by(update), encoder_names(state)
-    moved = {left: {name: place for name, place in at.items() if name not in held} for left, at in parts(state).items()}
+    sent, held = heterofl.sent_model(update), encoder_names(state)
+    moved = {
+        left: {name: place for name, place in at.items() if name not in held}
+        for left, at in places_by_share(state).items()
+    }
     return heterofl.add_part(state, so_far, sent, moved, update.weight)
 
 
@@ -165,5 +171,5 @@ METHOD = replace(
     work=work,
     check=check,
     fold=fold,
-    settle=_by_width.statistics_rounds(parts, left_of, scaled=False, still=encoder_names),
+    settle=_by_width.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

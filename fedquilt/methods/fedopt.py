@@ -1,7 +1,7 @@
-"""FedOpt: the server takes the devices' mean change as a gradient, and steps with an optimizer of its own.
+"""FedOpt: the server applies an optimizer to the devices' mean change.
 
 Papers: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv 2003.00295), Algorithm 2, for
-adagrad, adam and yogi; Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for
+adagrad, adam and yogi. Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification (arXiv 1909.06335), section 3, for sgd (server momentum, FedAvgM). With
 D the mean of y_i - x:
 
@@ -30,7 +30,7 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the server optimizer's."""
+    """FedAvg's parameters, and those of the server's optimizer."""
 
     server: Literal["sgd", "adagrad", "adam", "yogi"] = "adam"
     server_lr: Annotated[float, Meta(gt=0)] = 0.01  # eta_g; 1 with sgd and beta1 = 0 is FedAvg
@@ -41,14 +41,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Global model, and the server optimizer's moments of the learned tensors, float32."""
+    """Global model, and the server optimizer's moments of the trained tensors, float32."""
 
     first: dict[str, np.ndarray]  # m
     second: dict[str, np.ndarray]  # v; empty with sgd
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start from the bundle's model with first moments of 0 and second moments of tau^2."""
+    """Return the first state, with first moments of 0 and second moments of tau^2."""
     begun = fedavg.init(bundle, params, seed)
     names = fedavg.trained_names(begun)
     first = {name: np.zeros_like(begun.model[name]) for name in names}
@@ -57,10 +57,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def step(state: State, total: fedavg.Sum | None) -> State:
-    """Step the server's optimizer on the mean change of the round."""
+    """Apply the server's optimizer to the mean change of the round (Algorithm 2)."""
     if total is None or total.weight == 0:
         return state
-    params, model = state.params, fedavg.mean(total)
+    params, model = state.params, fedavg.weighted_mean(total)
     eta, beta1 = params["server_lr"], params["beta1"]
     first, second = {}, {}
     for name in state.first:
@@ -72,17 +72,17 @@ def step(state: State, total: fedavg.Sum | None) -> State:
             model[name] = (1 - eta) * x + eta * (model[name] + beta1 * moment)
         else:
             first[name] = beta1 * moment + (1 - beta1) * change
-            second[name] = _second(params, state.second[name].astype(np.float64), np.square(change))
+            second[name] = _update_second_moment(params, state.second[name].astype(np.float64), np.square(change))
             model[name] = x + eta * first[name] / (np.sqrt(second[name]) + params["tau"])
     return replace(
         state,
-        model=fedavg.cast(model, state.model),
-        first=fedavg.cast(first, state.model),
-        second=fedavg.cast(second, state.model),
+        model=fedavg.cast_like(model, state.model),
+        first=fedavg.cast_like(first, state.model),
+        second=fedavg.cast_like(second, state.model),
     )
 
 
-def _second(params: dict[str, Any], v: np.ndarray, square: np.ndarray) -> np.ndarray:
+def _update_second_moment(params: dict[str, Any], v: np.ndarray, square: np.ndarray) -> np.ndarray:
     if params["server"] == "adagrad":
         return v + square
     if params["server"] == "adam":

@@ -1,24 +1,23 @@
-"""FedPeWS: in the first rounds each device trains a subnetwork of its own, which it finds by itself.
+"""FedPeWS: in warm-up rounds each device trains a subnetwork under its own learned mask.
 
 Paper: Tastan et al., FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated
 Learning (arXiv 2410.03042), Algorithm 1, Eq. 4 to 8. In each of W warm-up rounds a device alternates on
-every mini-batch: a step on its mask scores s (Procedure I), then one on the weights (Procedure II), each
-under newly drawn masks m ~ Bernoulli(theta), theta = sigmoid(s), one entry per hidden neuron:
+every mini-batch: a step on its mask scores s (Procedure I), then a step on the weights (Procedure II), each
+under new masks m ~ Bernoulli(theta), theta = sigmoid(s), one entry per hidden neuron:
 
     L_s = f(x m) - lambda ||theta_i - theta_{g without i}||^2        s <- s - eta_s grad L_s
     L_x = f(x m) [+ mu/2 ||(x - x_g) m||^2, over FedProx]            x <- x - eta_l grad L_x
     x_g <- x_g - eta_g (x_g - sum_i x_i m_i / sum_i m_i)   where any mask covers the entry, else unchanged
 
-From then on it is FedAvg (mu = 0) or FedProx with eta_g. The scores stay on the device. An update of
-a warm-up round holds the mask drawn after the last step, in bits; covered entries of the weights; and theta_i in
-16 bits unless `publish` is "bits": then the others' masks replace their probabilities.
+After the warm-up the method is FedAvg (mu = 0) or FedProx with eta_g. The scores stay on the device. An update of a
+warm-up round contains a mask drawn after the last step, in bits, the covered entries of the weights, and theta_i in
+16 bits. With `publish` = "bits" theta_i is left out, and the other devices' masks replace their probabilities.
 
-Deviations, and choices that the paper leaves open: s begins at `first_score` = 0; a weight is covered where
-both its ends are; an uncovered entry is kept, where the paper divides by 0. Devices count by their examples
-(`weigh`), the paper's all alike. theta_{g without i} is the mean of each device's last publication; in the
-first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I changes
-scores alone, no statistics of a normalisation. W counts rounds that were answered; K is `epochs` over the device's
-examples.
+Deviations, and choices that the paper leaves open: s starts at `first_score` = 0. A weight is covered if the neurons at
+both its ends are. An uncovered entry is kept (the paper divides by 0). Devices are weighted by their examples
+(`weigh`), where the paper weighs all alike. theta_{g without i} is the mean of each device's latest publication. In the
+first round all entries are 0.5, and a single device has no diversity term. Procedure I changes only scores, not the
+statistics of a normalisation. W counts rounds with updates. K is `epochs` over the device's examples.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    expects,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
@@ -62,7 +61,7 @@ class Warmup(fedavg.Params):
 
 @dataclass(frozen=True)
 class Params(Warmup):
-    """Parameters of the mask scores, besides the warm-up's."""
+    """Parameters of the warm-up and of the mask scores."""
 
     mask_lr: Annotated[float, Meta(gt=0)] = 0.1  # eta_s: learning rate of the scores; does not decay
     diversity: Annotated[float, Meta(ge=0)] = 2.0  # lambda: reward for a mask that differs from the others'
@@ -70,11 +69,6 @@ class Params(Warmup):
     first_score: Annotated[float, Meta(ge=-100, le=100)] = 0.0  # s_g^0; 0: every neuron is used half of the time
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: an optimizer other than plain SGD.
-        """
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
             raise ValueError(
@@ -84,7 +78,7 @@ class Params(Warmup):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Global model, the dependencies between its neurons, and the masks that devices have published."""
+    """Global model, dependencies between its neurons, and the masks that devices have published."""
 
     plan: Plan
     round: int  # rounds answered so far
@@ -94,7 +88,7 @@ class State(fedavg.State):
 
 @dataclass(frozen=True)
 class Covered:
-    """Sums of a warm-up round over devices: weighted covered entries, and the weights that cover them."""
+    """Sums of a warm-up round: weighted covered entries, and the weights that cover them."""
 
     total: Mapping[str, exact.Total]  # sum_i n_i x_i m_i; counters: the largest
     cover: Mapping[str, exact.Total]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
@@ -102,45 +96,45 @@ class Covered:
 
 
 def init(bundle: Bundle, params: Warmup, seed: int) -> State:
-    """Start from the bundle's model with the plan of masks that `fedquilt prepare` stored.
+    """Return the first state, with the plan of masks that `fedquilt prepare` stored.
 
     Raises:
-        ModelError: there is no plan, or nothing that can be masked, and `warmup` is not 0.
+        ModelError: If `warmup` is not 0 and there is no plan or nothing to mask.
     """
     begun = fedavg.init(bundle, params, seed)
     plan = Plan({}, {}, {})
     if params.warmup:
         try:
-            plan = masks.of_bundle(bundle, begun.model)
+            plan = masks.plan_from_bundle(bundle, begun.model)
         except ModelError as error:
             raise ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
     return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
 
 
-def warm(state: State) -> bool:
-    """Whether the coming round has masks."""
+def is_warmup(state: State) -> bool:
+    """Return whether the next round is a warm-up round."""
     return state.round < int(state.params["warmup"])
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training under masks, with the others' mean probabilities; after the warm-up of the whole network."""
-    if not warm(state):
-        return full(state)
-    others, anchors = _others(state, device.device), int(state.params["mu"] > 0)
-    bundles = {"model": state.model, "plan": {"json": masks.to_array(state.plan)}}
+    """Return the task spec to train under masks, or the whole network after the warm-up."""
+    if not is_warmup(state):
+        return full_task_spec(state)
+    others, anchors = _mean_of_others(state, device.device), int(state.params["mu"] > 0)
+    bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = fedavg.training_order(state, bundles, trainings=2, anchors=anchors)
+    order = fedavg.training_task_spec(state, bundles, trainings=2, anchors=anchors)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
-def full(state: State) -> Order:
-    """Order training of the whole network."""
-    return fedavg.training_order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+def full_task_spec(state: State) -> Order:
+    """Return the task spec to train the whole network."""
+    return fedavg.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
-def _others(state: State, device: str) -> np.ndarray | None:
-    """theta_{g without i}: mean of the masks published by all other devices, float32 (h,); None: there are none."""
+def _mean_of_others(state: State, device: str) -> np.ndarray | None:
+    # theta_{g without i}: 0.5 in the first round, None if no other device has published a mask.
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     given = [value for name, value in sorted(state.published.items()) if name != device]
@@ -148,41 +142,43 @@ def _others(state: State, device: str) -> np.ndarray | None:
         return None
     total = np.zeros(state.plan.neurons)
     for value in given:
-        total += value if value.dtype.kind == "f" else masks.from_bits(value, state.plan.neurons)
+        total += value if value.dtype.kind == "f" else masks.unpack_mask(value, state.plan.neurons)
     return (total / len(given)).astype(np.float32)
 
 
 # -- on the device --------------------------------------------------------------------------------
 
 
-def proximal(task: Task) -> Hooks:
-    """Hooks with FedProx's pull towards the received model; none with mu = 0."""
+def proximal_hooks(task: Task) -> Hooks:
+    """Return hooks that add FedProx's proximal term, or no hooks if mu is 0."""
     mu = task.params["mu"]
     return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else Hooks()
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train scores and weights in turn, then draw the mask to send; plain training after the warm-up."""
+    """Train scores and weights in turn (Eq. 6 and 8), then draw a mask to send."""
     if not task.params.get("masked"):
-        return fedavg.work(task, site, proximal(task))
+        return fedavg.work(task, site, proximal_hooks(task))
     import torch
 
     from fedquilt.models.partial.torch_masks import SCORES, Gates
 
-    plan, received = masks.from_array(site.load("plan")["json"]), site.load("model")
+    plan, received = masks.plan_from_array(site.load("plan")["json"]), site.load("model")
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
     gates = Gates(plan, others, task.params["diversity"], task.params["mu"])
-    hooks = Hooks(prepare=gates.prepare, steps=gates.steps(task.params["mask_lr"] / fedavg.fit_of(task).lr))
+    hooks = Hooks(
+        prepare=gates.prepare, steps=gates.training_steps(task.params["mask_lr"] / fedavg.fit_from_task(task).lr)
+    )
     first = np.full(plan.neurons, task.params["first_score"], np.float32)
-    answer = fedavg.trained(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
+    answer = fedavg.train_from(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
     model = dict(answer.bundles["model"])
     scores = model.pop(SCORES)
     theta = (1 / (1 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
     neurons = site.rng.random(plan.neurons) < theta
-    told = {"bits": masks.to_bits(neurons)}
+    told = {"bits": masks.pack_mask(neurons)}
     if task.params["publish"] == "theta":
         told["theta"] = theta.astype(np.float16)
-    sent = masks.take(model, masks.covered(plan, neurons))
+    sent = masks.select_covered(model, masks.covered_entries(plan, neurons))
     return replace(
         answer,
         bundles={"model": sent, "mask": told},
@@ -194,31 +190,31 @@ def work(task: Task, site: Site) -> Answer:
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def weight_of(state: State, update: Contribution) -> float:
-    """Weight of a device in the mean."""
+def update_weight(state: State, update: Contribution) -> float:
+    """Return the weight of an update in the mean: its examples, or 1 if all devices weigh the same."""
     return update.weight if state.params["weigh"] == "examples" else 1.0
 
 
-def taken(state: State) -> Expected:
-    """The whole model, or in the warm-up the part that a device's mask covers, and the mask."""
-    if not warm(state):
-        return fedavg.whole(state)
+def update_schema(state: State) -> Expected:
+    """Return the schema of an update: in the warm-up a mask and the covered entries, later a model."""
+    if not is_warmup(state):
+        return fedavg.full_model_schema(state)
     count = state.plan.neurons
     mask = {"bits": tensors.Shaped((-(-count // 8),), np.dtype(np.uint8))}
     theta = {"theta": tensors.Shaped((count,), np.dtype(np.float16))}
     return Expected({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
-@expects(taken)
+@with_update_schema(update_schema)
 def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution) -> Covered | fedavg.Sum:
-    """Add an update: its covered entries in the warm-up, its model afterwards.
+    """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
 
     Raises:
-        UpdateError: no mask, or one of other size or values.
+        UpdateError: If a warm-up update has no mask, or a mask of the wrong size or values.
     """
-    if not warm(state):
+    if not is_warmup(state):
         assert not isinstance(so_far, Covered)
-        return fold_full(state, so_far, update)
+        return fold_full_model(state, so_far, update)
     assert not isinstance(so_far, fedavg.Sum)
     told, wanted = update.bundles.get("mask", {}), {"bits", "theta"}
     if state.params["publish"] == "bits":
@@ -226,76 +222,78 @@ def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution
     if told.keys() != wanted:
         raise UpdateError(f"{update.device} told {sorted(told)} of its mask, this warm-up wants {sorted(wanted)}")
     count = state.plan.neurons
-    neurons = masks.from_bits(told["bits"], count)
+    neurons = masks.unpack_mask(told["bits"], count)
     value = told.get("theta", told["bits"])
-    if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _probable(value)):
+    if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _are_probabilities(value)):
         raise UpdateError(f"{update.device} told as theta what are not {count} float16 probabilities")
-    return add(state, so_far, update, neurons, {update.device: value})
+    return add_covered(state, so_far, update, neurons, {update.device: value})
 
 
-def fold_full(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """Add an update to the sums of a round of the whole network."""
-    return fedavg.fold(state, so_far, replace(update, weight=weight_of(state, update)))
+def fold_full_model(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    """Add an update with the whole model to the sums."""
+    return fedavg.fold(state, so_far, replace(update, weight=update_weight(state, update)))
 
 
-def _probable(values: np.ndarray) -> bool:
+def _are_probabilities(values: np.ndarray) -> bool:
     return bool(((values >= 0) & (values <= 1)).all())  # NaN is neither
 
 
-def add(
+def add_covered(
     state: State, so_far: Covered | None, update: Contribution, neurons: np.ndarray, told: Mapping[str, np.ndarray]
 ) -> Covered:
-    """Add one device's covered entries to the sums, in place; `neurons` is its mask (h,).
+    """Add a device's covered entries to the sums in place. `neurons` is the device's mask, (h,).
 
     Raises:
-        UpdateError: the entries are not those that its mask covers, or not finite.
+        UpdateError: If the entries are not those that the mask covers, or are not finite.
     """
     sent = update.bundles.get("model", {})
     if odd := sorted(sent.keys() ^ state.model.keys()):
         raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
-    marks = masks.covered(state.plan, neurons)
-    model, weight = masks.put(sent, marks), weight_of(state, update)
-    tensors.require_same(model, state.model)
+    marks = masks.covered_entries(state.plan, neurons)
+    model, weight = masks.restore_covered(sent, marks), update_weight(state, update)
+    tensors.require_addable(model, state.model)
     cover = {k: marks[k] * weight if k in marks else np.full((1,) * v.ndim, weight) for k, v in model.items()}
     so_far = so_far or Covered({}, {}, {})
-    total = exact.plus(so_far.total, model, weight)
-    return Covered(total, exact.plus(so_far.cover, cover), {**so_far.published, **told})
+    total = exact.add_arrays(so_far.total, model, weight)
+    return Covered(total, exact.add_arrays(so_far.cover, cover), {**so_far.published, **told})
 
 
 def step(state: State, total: Covered | fedavg.Sum | None) -> State:
-    """Move each covered entry towards the mean over the devices that cover it; close a later round as FedAvg."""
+    """Move each entry towards its mean over the devices that cover the entry (Eq. 4)."""
     if total is None or (isinstance(total, fedavg.Sum) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
     if isinstance(total, fedavg.Sum):
-        found = {name: _towards(state.model[name], array, rate) for name, array in fedavg.mean(total).items()}
-        return replace(state, model=fedavg.cast(found, state.model), round=state.round + 1, published={})
+        found = {
+            name: _step_towards(state.model[name], array, rate) for name, array in fedavg.weighted_mean(total).items()
+        }
+        return replace(state, model=fedavg.cast_like(found, state.model), round=state.round + 1, published={})
     found, reached, entries = {}, 0, 0
     for name, before in state.model.items():
-        cover, given = total.cover[name].value(), total.total[name].value()
+        cover, given = total.cover[name].rounded_value(), total.total[name].rounded_value()
         if before.dtype.kind in "iu":
             found[name] = given
             continue
         some = np.broadcast_to(cover > 0, before.shape)
         mean = np.divide(given, cover, out=before.astype(np.float64), where=some)
-        found[name] = np.where(some, _towards(before, mean, rate), before)
+        found[name] = np.where(some, _step_towards(before, mean, rate), before)
         reached, entries = reached + int(some.sum()), entries + before.size
     return replace(
         state,
-        model=fedavg.cast(found, state.model),
+        model=fedavg.cast_like(found, state.model),
         round=state.round + 1,
         reached=reached / entries,
         published={**state.published, **total.published} if total.published else {},
     )
 
 
-def _towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
-    """Step x - eta (x - mean), written so that eta = 1 gives the mean to the last bit; counters take the mean's."""
+def _step_towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
+    # With rate = 1 this form equals the mean to the last bit.
     return mean if mean.dtype.kind in "iu" else (1 - rate) * before.astype(np.float64) + rate * mean
 
 
 def explain(state: State) -> list[str]:
-    """Share of the network that the masks of the last warm-up round covered together."""
+    """Return a sentence with the share of the network that the latest masks covered."""
     if not state.round or state.round > int(state.params["warmup"]):
         return []
     of = f"warm-up round {state.round} of {state.params['warmup']}"

@@ -1,11 +1,11 @@
-"""FedProx: federated averaging with a pull towards the received model.
+"""FedProx: federated averaging with a proximal term in the local objective.
 
 Paper: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020 (arXiv 1812.06127),
 Eq. 2: the local objective gains mu/2 * ||w - w_t||^2, hence its gradient mu * (w - w_t).
 
-Deviations: none in the objective. Every device runs all its local epochs, but for rounds that are planned for energy
-(`[cohort] deadline`): there devices run unequal numbers of them, as the paper's partial work does, and count by their
-examples.
+Deviations: none in the objective. Every device runs all its local epochs, except in rounds that are planned for energy
+(`[cohort] deadline`). There devices run unequal numbers of epochs, as in the paper's partial work, and are weighted by
+their examples.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the strength of the pull."""
+    """FedAvg's parameters, and the strength of the proximal term."""
 
     mu: Annotated[float, Meta(ge=0)] = 0.01  # mu: strength of the proximal term; 0 is FedAvg
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train with mu * (w - w_t) added to each gradient."""
+    """Train with the gradient of the proximal term, mu * (w - w_t), added (Eq. 2)."""
     mu = task.params["mu"]
     pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
     return fedavg.work(task, site, pull)

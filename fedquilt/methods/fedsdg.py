@@ -1,26 +1,26 @@
-"""FedSDG: shared adapters, a branch of each device's own beside them, and a gate per block that weighs it.
+"""FedSDG: a gate in each block weighs the device's own adapter against the shared adapter.
 
 Paper: FedSDG: Structure Decoupled Gating for Personalized Federated Finetuning (anonymous submission), sections 3.2
-to 3.4. The network is frozen. Beside the attention's output projection and the feed-forward part's output
-projection of block l there are a shared adapter and one of the device's own, of the same shape (Eq. 3 and 4):
+to 3.4. The network is frozen. The attention's output projection and the feed-forward part's output projection of block
+l each have a shared adapter and an own adapter of the device, of the same shape (Eq. 3 and 4):
 
     y = W x + s x A_g B_g + m_l s x A_p B_p,   m_l = sigmoid(a_l).
 
 A device minimises its loss + lambda_1 sum_l m_l + lambda_2 ||theta_p||^2 (Eq. 5) over the shared part, its own branch
-and the gates, each at a rate of its own (Eq. 6 to 8), and sends the change of the shared part alone (Eq. 9). The
-server weighs each change by its cosine with the mean change, where that is above 0 (Eq. 10 and 11).
+and the gates, each with its own learning rate (Eq. 6 to 8), and sends only the change of the shared part (Eq. 9). The
+server weighs each change by its cosine with the mean change, if the cosine is above 0 (Eq. 10 and 11).
 
-Deviations: Eq. 4 is applied to outputs, a sum of products, as in the authors' own code. B_p begins as small noise,
-with B_p = 0 the gates would have no gradient. Where no change agrees with the mean, the plain mean is taken. Shared
-weight decay (`official` only) is part of the loss, hence clipped with it. In a network without attention every linear
-layer before the head is a block. Alignment needs all changes of a round at once: the coordinator holds up to `most`,
-and of more devices that many count, drawn by the job's seed. A device that has never trained is evaluated with all
-gates shut, as its branch is noise; so is the shared model. The result is the shared model, all gates shut, with the
-adapters added into its weights.
+Deviations: Eq. 4 is applied to outputs, as a sum of products, as in the authors' code. B_p starts as small noise,
+because with B_p = 0 the gates would have no gradient. If no change agrees with the mean, the plain mean is used. Shared
+weight decay (`official` only) is part of the loss, hence clipped with the loss. In a network without attention every
+linear layer before the head is a block. Alignment needs all changes of a round at once: the coordinator holds up to
+`most` changes, of devices drawn by the job's seed. A device that has never trained is evaluated with all gates shut,
+because its branch is noise. The shared model is also evaluated with all gates shut. The result is the shared model with
+all gates shut and the adapters merged into its weights.
 
 `preset = "official"` follows the authors' code where it differs from the paper: a gate for every layer, which starts
-further shut and learns faster, other penalties, the plain mean. `tell_gates` lets a device report its gates, rounded;
-the paper keeps them on the device, and so does the default.
+closer to shut and learns faster, other penalties, and the plain mean. With `tell_gates` a device reports its gates,
+rounded. By default, as in the paper, gates stay on the device.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from fedquilt.core import (
     Task,
     Tensors,
     derive_seed,
-    expects,
-    same_for_all,
+    with_common_task,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedlora
-from fedquilt.methods.robust import Held, hold
+from fedquilt.methods.robust import Held, collect_update
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
@@ -89,10 +89,10 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Params:
-    """Parameters; those not given are the preset's.
+    """FedSDG's parameters. Parameters without a value are those of the preset.
 
-    `aggregation`: "aligned" is Eq. 10, and the paper's; "others" the softmax of the cosines of a device's adapters with
-    the mean of all others; "mean" weighs all alike, the official default.
+    `aggregation` is "aligned" for Eq. 10, "others" for the softmax of the cosines between a device's adapters and the
+    mean of all others, or "mean" for equal weights.
     """
 
     preset: Literal["paper", "official"] = "paper"
@@ -125,7 +125,7 @@ class Params:
 
 @dataclass(frozen=True)
 class State(fedlora.State):
-    """Shared part as `model`, the job's first network, and sentences on the last round."""
+    """Shared part as `model`, the frozen backbone, and log sentences on the last round."""
 
     seed: int
     told: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class State(fedlora.State):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Insert shared adapters into the bundle's network, which is frozen."""
+    """Insert shared adapters into the bundle's network, which is the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
     model = fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network)
     if params.head == "private":
@@ -145,47 +145,47 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
-@same_for_all
+@with_common_task
 def send(state: State, device: DeviceView) -> Order:
-    """Return FedLoRA's order with the names of the head's tensors."""
+    """Return FedLoRA's task spec with the names of the head's tensors."""
     sent = fedlora.send(state, device)
     return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
-@expects(lambda state: Expected({"delta": state.model}))
+@with_update_schema(lambda state: Expected({"delta": state.model}))
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
-    """Hold an update's change of the shared part, up to `most` of a round."""
-    return hold(so_far, update, "delta", state.model, state.params["most"], state.seed)
+    """Collect an update's change of the shared part, for up to `most` devices in a round."""
+    return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
-    """Add the changes to the shared part, weighted by their alignment."""
+    """Add the changes to the shared part, weighted by their alignment (Eq. 10 and 11)."""
     if total is None:
         return state
     devices = sorted(total.sent)
-    shares, agreed = weights([total.sent[device] for device in devices], state.params["aggregation"])
+    shares, agreed = aggregation_weights([total.sent[device] for device in devices], state.params["aggregation"])
     model = {
         name: array + sum(share * total.sent[device][name] for share, device in zip(shares, devices, strict=True))
         for name, array in state.model.items()
     }
-    told = total.told("changes")
+    told = total.left_out_note("changes")
     if not agreed:
         told.append("no change agreed with the mean change: the plain mean was taken")
     elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         told.append(f"against the mean change, and so left aside: {', '.join(apart)}")
-    return replace(state, model=fedavg.cast(model, state.model), told=tuple(told))
+    return replace(state, model=fedavg.cast_like(model, state.model), told=tuple(told))
 
 
-def weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
-    """Weights of the changes, (n,), adding up to 1; and False where nothing agreed and all count alike.
+def aggregation_weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
+    """Return the weights of the changes, (n,), and whether any change agrees with the mean.
 
-    "aligned" is Eq. 10, whose sums of weights fall short of 1 by less than EPS / LEAST.
+    The weights of "aligned" (Eq. 10) fall short of a sum of 1 by less than EPS / LEAST.
     """
     count = len(deltas)
     alike = np.full(count, 1.0 / count)
     if rule == "mean" or (rule == "others" and count == 1):
         return alike, True
-    rows = np.stack([_row(delta, adapters_only=rule == "others") for delta in deltas])  # (n, values)
+    rows = np.stack([_flatten(delta, adapters_only=rule == "others") for delta in deltas])  # (n, values)
     total = rows.sum(axis=0)
     if rule == "others":
         cosines = np.array([_cosine(row, (total - row) / (count - 1)) for row in rows])
@@ -197,7 +197,7 @@ def weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
     return aligned / (aligned.sum() + EPS), True
 
 
-def _row(delta: Tensors, adapters_only: bool) -> np.ndarray:
+def _flatten(delta: Tensors, adapters_only: bool) -> np.ndarray:
     names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED]
     return np.concatenate([delta[name].astype(np.float64).ravel() for name in names])
 
@@ -207,7 +207,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def result(state: State) -> Artefact:
-    """Return the network with the shared adapters merged in, and `meta["private"]` naming devices' tensors."""
+    """Return the network with the shared adapters merged in. `meta["private"]` names devices' tensors."""
     spots = fedlora.adapted_layers(state.network)
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
     if state.params["head"] == "private":
@@ -219,10 +219,10 @@ def result(state: State) -> Artefact:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train shared part, own branch and gates, return the change of the shared part, and keep the rest."""
+    """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
-    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
+    answer = fedavg.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
@@ -232,31 +232,31 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the network with the device's own branch and the received part."""
+    """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = _evaluated(task, site, backbone)
+    mine = _load_evaluation_branch(task, site, backbone)
     adapted = branch_hooks(task, received, mine)
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
 def personal(task: Task, site: Site) -> Tensors:
-    """Return the device's network as `check` evaluates it, with both branches merged into its weights."""
+    """Return the device's network, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = _evaluated(task, site, backbone)
+    mine = _load_evaluation_branch(task, site, backbone)
     whole = fedlora.merge_adapters(task.params, backbone, {**received, **mine})
-    return lora.merged_own(whole, mine, layers_by_gate(task), fedlora.scale(task.params))
+    return lora.merge_own_branch(whole, mine, layers_by_gate(task), fedlora.adapter_scale(task.params))
 
 
-def _evaluated(task: Task, site: Site, backbone: Tensors) -> Tensors:
-    """The own branch; a device that has never trained has noise there, so its gates are shut."""
+def _load_evaluation_branch(task: Task, site: Site, backbone: Tensors) -> Tensors:
+    # A device that has never trained has a branch of noise, so its gates are shut.
     mine = load_own_branch(task, site, backbone)
     if site.local:
         return mine
-    return {name: shut(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
+    return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
 
 
-def shut(gate: np.ndarray) -> np.ndarray:
-    """Value of a shut gate: none of the own branch passes."""
+def shut_gate(gate: np.ndarray) -> np.ndarray:
+    """Return the value of a shut gate, which removes the own branch."""
     return np.full_like(gate, SHUT)
 
 
@@ -264,10 +264,10 @@ def load_own_branch(task: Task, site: Site, backbone: Tensors) -> dict[str, np.n
     """Return the device's branch, gates and private head, as last stored or with their first values.
 
     Raises:
-        ModelError: the kept values belong to another network, rank or choice of gates.
+        ModelError: If the stored values are of another network, rank or choice of gates.
     """
-    rng = tensors.rng(task.params["own_seed"], site.device)
-    first = lora.own(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
+    rng = tensors.seeded_rng(task.params["own_seed"], site.device)
+    first = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
         first.update({name: backbone[name] for name in task.params["head_names"]})
     if not site.local:
@@ -281,21 +281,21 @@ def load_own_branch(task: Task, site: Site, backbone: Tensors) -> dict[str, np.n
 
 
 def layers_by_gate(task: Task) -> tuple[lora.Spot, ...]:
-    """Return the adapted layers, grouped by the gate that weighs them."""
-    spots = lora.given(task.params["places"])
-    return lora.by_layer(spots) if task.params["gates"] == "layer" else spots
+    """Return the adapted layers, grouped by gate."""
+    spots = lora.sites_from_json(task.params["places"])
+    return lora.split_by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
 def branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
-    """Return hooks that insert both branches, with the learning rates of each part and the penalty of Eq. 5."""
+    """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
     places, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
 
-        return lora_torch.insert_adapters(module, places, params["rank"], fedlora.scale(params), own=True)
+        return lora_torch.insert_adapters(module, places, params["rank"], fedlora.adapter_scale(params), own=True)
 
-    def rate(name: str) -> float:
+    def learning_rate_factor(name: str) -> float:
         leaf = name.rpartition(".")[2]
         if leaf == lora.GATE:
             return float(params["lr_gates"] / params["lr"])
@@ -315,14 +315,14 @@ def branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
                 added = added + params["shared_decay"] / 2 * value.square().sum()
         return added
 
-    return Hooks(prepare=prepare, steps=(Step(rate=rate, penalty=penalty),))
+    return Hooks(prepare=prepare, steps=(Step(rate=learning_rate_factor, penalty=penalty),))
 
 
 def _gate_metrics(task: Task, held: Tensors) -> dict[str, float]:
     """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
     if not task.params["tell_gates"]:
         return {}
-    opened = lora.openness(held, layers_by_gate(task))
+    opened = lora.gate_openness(held, layers_by_gate(task))
     return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(opened)}
 
 

@@ -1,16 +1,16 @@
-"""FedSQ: the frozen pre-trained network decides which units are on, and only values are trained.
+"""FedSQ: a frozen copy of the pre-trained network sets the gates, and a second copy is trained.
 
-Paper: FedSQ (arXiv 2604.02990), Algorithm 1; DualCopy: Duato et al. (10.1145/3721146.3721950). The
-pre-trained network is the structural copy w_SK; a second one, w_QK, begins equal to it. Its trained
-modules (the schedule sigma) move by h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.partial.dual_copy`), and
-w_QK is averaged as in FedAvg, weighted by examples.
+Paper: FedSQ (arXiv 2604.02990), Algorithm 1. DualCopy: Duato et al. (10.1145/3721146.3721950). The pre-trained network
+is the structural copy w_SK. The quantitative copy w_QK starts as a copy of it. Its trained modules (the schedule sigma)
+compute h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.partial.dual_copy`), and w_QK is averaged as in FedAvg,
+weighted by examples.
 
-Deviations: only trained tensors travel each round, w_SK once. A device caches what it needs of w_SK:
-features before the first trained tensor, and gates in one bit each; w_SK is frozen, so they
-never change. What exceeds `cache_mb` is computed each time. ReLU6 keeps its upper border, leaky ReLU
-its slope. The result ("dualcopy") holds w_SK's trained tensors as "gates.NAME": the network that is
-deployed needs both copies. FedProx's term (`mu`) may be added; `gates = "own"` is FedAvg on the same part, which FedSQ
-is compared with.
+Deviations: only trained tensors are sent in each round, and w_SK once. A device caches the outputs of w_SK that
+training
+needs: features before the first trained tensor, and gates in one bit each, which never change. Outputs beyond
+`cache_mb` are computed each time. ReLU6 keeps its cap, and leaky ReLU its slope. The result ("dualcopy") contains
+w_SK's trained tensors as "gates.NAME", because the deployed network needs both copies. FedProx's term (`mu`) can be
+added. `gates = "own"` is FedAvg on the same part, a baseline for FedSQ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Trained tensors of w_QK as `model`, and the pre-trained network."""
+    """Trained tensors of w_QK as `model`, and the frozen pre-trained network w_SK."""
 
     frozen: dict[str, np.ndarray]  # w_SK, whole
 
@@ -77,14 +77,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Split the bundle's network into a frozen copy and the trained tensors.
 
     Raises:
-        ModelError: an unknown module in `trained`, or nothing in it to train; or a tensor that two modules share, or a
-            running statistic of a module that is no batch norm.
+        ModelError: If `trained` names an unknown module or leaves nothing to train, or if the network is not separable.
     """
     begun = fedavg.init(bundle, params, seed)
     schedule = bundle.meta.get("schedule") or {}
     trained = list(params.trained or schedule.get("trained") or sorted({name.split(".")[0] for name in begun.model}))
     for part in trained:
-        if not any(covers([part], name) for name in begun.model):
+        if not any(is_trained([part], name) for name in begun.model):
             known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
             raise ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
     require_separable(begun.register)
@@ -95,13 +94,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(settled), frozen=begun.model)
 
 
-def covers(trained: list[str], name: str) -> bool:
-    """Whether a tensor belongs to one of these modules, or is one of these tensors."""
+def is_trained(trained: list[str], name: str) -> bool:
+    """Return whether a tensor is listed in `trained`, or belongs to a module listed there."""
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
 def require_separable(register: Register) -> None:
-    """Raise ModelError if a tensor is shared, or is a running statistic of other than batch norm."""
+    """Raise ModelError if a tensor is shared, or is a running statistic outside batch norm."""
     for entry in register.tensors:
         if entry.aliases:
             raise ModelError(
@@ -116,38 +115,38 @@ def require_separable(register: Register) -> None:
 
 
 def tensors_to_send(begun: fedavg.State, trained: list[str], bn: str) -> dict[str, np.ndarray]:
-    """Return the tensors of the trained modules. Without bn = "train" their batch norm statistics are left out."""
-    entries = [entry for entry in begun.register.tensors if covers(trained, entry.name)]
+    """Return the trained modules' tensors, with batch norm statistics only if bn is "train"."""
+    entries = [entry for entry in begun.register.tensors if is_trained(trained, entry.name)]
     kept = [each.name for each in entries if bn == "train" or each.kind == "parameter" or not each.normalises]
     return {name: begun.model[name] for name in kept}
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of w_QK's trained tensors; w_SK is sent once.
+    """Return the task spec to train w_QK's trained tensors. w_SK is sent once.
 
-    With a cache the frozen part runs in a device's first round alone, once for each example; whether the examples fit
-    into `cache_mb` only the device knows. Without one it runs in every epoch, and so do w_SK's layers behind it.
+    With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
+    in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
     """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    order = fedavg.training_order(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    order = fedavg.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
     if not state.layers:
         return order
-    tail = replace(whole, layers=layer_costs.split(state.layers, state.model)[1])
+    tail = replace(whole, layers=layer_costs.split_at_trained(state.layers, state.model)[1])
     cached, new = state.params["cache"] != "off", not device.rounds
-    each = fedavg.training_order(tail, {}, moved=state.model)
-    frozen = fedavg.look(whole)  # w_SK, and what lies before its trained part
+    each = fedavg.training_task_spec(tail, {}, moved=state.model)
+    frozen = fedavg.evaluation_work(whole)  # w_SK, and what lies before its trained part
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = each.work, each.check or frozen
     if new or not cached:
-        work = work.plus(layer_costs.repeated(frozen, epochs))
-        check = check.plus(frozen)
+        work = work.add(layer_costs.repeat_work(frozen, epochs))
+        check = check.add(frozen)
     return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train w_QK under w_SK's gates, from cached features where they fit."""
+    """Train w_QK under the gates of w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
-    examples, start, hooks, kept_bytes = copies.ready(received, site.train, "train")
+    examples, start, hooks, kept_bytes = copies.prepare_run(received, site.train, "train")
     moved = {f"qk.{name}" for name in copies.dual.trained}
     mu = task.params["mu"]
     hooks = replace(
@@ -156,17 +155,23 @@ def work(task: Task, site: Site) -> Answer:
         steps=(Step(rate=lambda name: float(name in moved)),),
     )
     given, metrics = site.engine.train(
-        task.params["network"], start, examples, fedavg.fit_of(task), site.rng, hooks=hooks, progress=site.progress
+        task.params["network"],
+        start,
+        examples,
+        fedavg.fit_from_task(task),
+        site.rng,
+        hooks=hooks,
+        progress=site.progress,
     )
     model = {name: given.get(f"qk.{name}", array) for name, array in received.items()}
     return Answer({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate on the held-out share, with gates and features cached as in training."""
+    """Evaluate w_QK under the gates of w_SK on the held-out examples."""
     if not len(site.held):
         return EvaluationSums(examples=0)
-    examples, start, hooks, _ = _Copies(task, site).ready(site.load("model"), site.held, "held")
+    examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 
 
@@ -187,29 +192,28 @@ class _Copies:
 
         self._task, self._site = task, site
         params = task.params
-        self.dual: DualCopy = dual_copy.planned(
+        self.dual: DualCopy = dual_copy.cached_dual_copy(
             params["network"], params["trained"], gates=params["gates"], bn=params["bn"], pool=params["pool"]
         )
         self._frozen = site.load("frozen")
 
-    def ready(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
-        """Examples to pass, their tensors, hooks that build the network of them, and bytes cached: 0 without cache."""
-        tensors.require_like(received, {name: self._frozen[name] for name in received if name in self._frozen})
+    def prepare_run(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
+        """Return examples, tensors and hooks for the engine, and the number of cached bytes."""
+        tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
-        kept = None if self._task.params["cache"] == "off" else self._kept(examples, what)
+        kept = None if self._task.params["cache"] == "off" else self._cached_rows(examples, what)
         if kept is None:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
-            return examples, start, Hooks(prepare=self.dual.pair), 0
+            return examples, start, Hooks(prepare=self.dual.build_pair), 0
         layout = kept.layout
         rows: Any = gate_cache.Rows(self._site.cache / f"{what}.rows", kept)
-        hooks = Hooks(prepare=lambda model: self.dual.tail(model, layout), inputs=lambda x: x)
+        hooks = Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
-    def _kept(self, examples: Examples, what: str) -> gate_cache.Kept | None:
-        """Cached rows of these examples, computed now if missing; None: there is no room for them."""
+    def _cached_rows(self, examples: Examples, what: str) -> gate_cache.Kept | None:
         folder, params = self._site.cache, self._task.params
-        key = self._key(examples)
-        if (found := gate_cache.find(folder, what, key, len(examples))) is not None:
+        key = self._cache_key(examples)
+        if (found := gate_cache.find_rows(folder, what, key, len(examples))) is not None:
             return found
         others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
         writer = gate_cache.Writer(
@@ -220,20 +224,19 @@ class _Copies:
             most_bytes=params["cache_mb"] * 10**6 - others,
         )
 
-        def put(seen: gate_cache.Seen) -> None:
-            writer.put(seen)
+        def write_rows(seen: gate_cache.Seen) -> None:
+            writer.write_batch(seen)
             self._site.progress(0.0)
 
         start = {f"frozen.{name}": self._frozen[name] for name in self.dual.all_names}
         try:
-            hooks = Hooks(prepare=lambda model: self.dual.looker(model, put))
+            hooks = Hooks(prepare=lambda model: self.dual.build_observer(model, write_rows))
             self._site.engine.evaluate(params["network"], start, examples, hooks=hooks)
-            return writer.close(key)
+            return writer.finish(key)
         except gate_cache.NoRoomError:
             return None
 
-    def _key(self, examples: Examples) -> str:
-        """Digest of everything that cached rows depend on."""
+    def _cache_key(self, examples: Examples) -> str:
         settings = {name: self._task.params[name] for name in ("network", "trained", "gates", "pool", "cache")}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name in sorted(self._frozen):

@@ -4,52 +4,55 @@ Paper: Zhan et al., Heterogeneity-Aware Coordination for Federated Learning via 
 Blocks, IWQoS 2024 (arXiv 2409.07202), sections 3 and 4, Algorithm 1. Compatibility and junctions follow
 Teerapittayanon et al., StitchNet (arXiv 2301.01947).
 
-A job runs through phases, kept in the state:
+A job has these phases, which are part of its state:
 
-- score: devices score the blocks that may follow one partial network, and vote, for some sub-rounds.
-- fit: devices send the sums from which the winners' junctions are solved; then the next network is scored.
+- score: devices score the candidate blocks of one partial network, and vote, for some sub-rounds.
+- fit: devices send the sums from which the winners' junctions are solved. Then the next network is scored.
 - gather: devices send moments of their images' features at every tap of donors and finished networks.
-- validate: devices count each candidate's right answers on their held-out examples; the best is chosen.
+- validate: devices count each candidate's correct predictions on their held-out examples, and the best is chosen.
 
-Gather and validate take as many rounds as hearing every device once takes.
+Gather and validate take as many rounds as are needed to reach every device once.
 
-Deviations, where the paper's letter cannot run or measures something else:
+Deviations, where the paper's procedure cannot run or measures something else:
 
-- CKA uses the unbiased estimator: on 64 images the biased one gives 0.5 to 1 for independent noise.
-- Every block is screened by its input, which needs no junction; only the best few are scored by their output. Their
-  junctions are fitted on other images than are scored: on the same images wide blocks always score 1.
+- CKA uses the unbiased estimator: on 64 images the biased estimator gives 0.5 to 1 for independent noise.
+- Every block is screened by its input, which needs no junction. Only the best few are scored by their output. Their
+  junctions are fitted on other images than are scored, because on the same images wide blocks always score 1.
 - Junctions are centred ridge regressions with bias, solved from sums over devices. Eq. 3 is singular with fewer rows
   than channels, and the paper does not say who has the data to solve it.
-- Votes decide only where a path leaves a donor, and for which block: the last donor's remaining blocks, which need no
-  junction, complete every path. So whole donors are finished networks before the first vote, and a search that is cut
-  short returns one of them rather than a stem.
-- Picks, winners and finalists take turns among donors: ranked by scores alone, a donor with one block left out comes
-  before every network stitched from several.
-- Outputs can also be scored by what the end of the path says of the labels (`criterion`).
+- Votes decide only where a path leaves a donor, and for which block. The last donor's remaining blocks, which need no
+  junction, complete every path. Therefore whole donors are finished networks before the first vote, and a search that
+  ends early returns one of them instead of a stem.
+- Picks, winners and finalists alternate among donors. By scores alone, a donor with one block left out would rank above
+  every network stitched from several donors.
+- Outputs can also be scored by the labels at the end of the path (`criterion`).
 - A device is rewarded if its rank reaches the median of the devices in the same vote, which together keep their
-  weight. The paper publishes no threshold; a fixed one rewards nearly all devices, so that being asked is what counts.
+  weight. The paper publishes no threshold. A fixed threshold rewards nearly all devices, so that only selection counts.
 - The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
-  networks, chosen and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`; cf. Fed3R,
-  arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the log tells
-  what joining and what stitching adds. With `expansions = 0` nothing is stitched, and the job takes a few rounds.
-- A device that explores is judged by its greedy picks; its second vote on a network replaces its first.
+  networks, selected and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`, cf.
+  Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the log
+  reports the gains of joining and of stitching. With `expansions = 0` nothing is stitched, and the job takes few
+  rounds.
+- A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set.
-- Beyond the paper: the log tells a junction's error on devices that it was not solved from, which lowers the path's
-  score with `residual = "weigh"`; paths with a score below `stop_below` are given up.
+- Not in the paper: the log reports a junction's error on devices that the junction was not solved from. With
+  `residual = "weigh"` this error lowers the path's score. Paths with a score below `stop_below` are given up.
 
-`mode = "paper"` undoes these where it can, whatever else [params] says: see PAPER. Deviations that remain there:
+`mode = "paper"` removes these deviations where possible, and overrides other [params] (PAPER). Remaining deviations:
 
-- Scores are taken on other images than the junction was fitted on, as on the same ones all wide blocks would score 1.
+- Scores use other images than the junction's fit, because on the same images all wide blocks would score 1.
 - Eq. 3, whose inverse does not exist with fewer rows than channels, is solved for the least norm. The paper does not
-  say who solves it, and its server has no data: the coordinator solves it from the sums of all devices asked to fit.
+  say who solves Eq. 3, and its server has no data. Here the coordinator solves it from the sums of all selected
+  devices.
 - A donor's terminating block is offered only if its classes are aligned with the labels.
-- A path is expanded once: to the letter, Algorithm 1 returns inside its loop, and its set of paths never shrinks.
-- Weights, and which of a device's votes counts, are settled when a vote closes: not after each of the five sub-rounds.
+- A path is expanded once. Taken literally, Algorithm 1 returns inside its loop, and its set of paths never shrinks.
+- Weights, and the ballot that counts for a device, are determined when a vote closes, not after each of the five
+  sub-rounds.
 - Unpublished constants are ours (theta 0.6, alpha and beta 0.1, epsilon 0.3 falling), and so is the choice among the
-  22 networks, on held-out shares.
+  22 networks by held-out examples.
 
-The deadline and the energy coordinator belong to coordinator and agent: [cohort] deadline = "paper", slack.
+The deadline and the energy coordinator are part of coordinator and agent: [cohort] deadline = "paper", slack.
 """
 
 from __future__ import annotations
@@ -95,16 +98,16 @@ from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, Sta
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """The state before the first round.
+    """Return the first state of the search.
 
     Raises:
-        ModelError: the bundle holds no donor blocks, or none that can be stitched.
-        JobError: the parameters cannot be used with these donors.
+        ModelError: If the bundle has no donor blocks, or none that can be stitched.
+        JobError: If the parameters do not fit the donors.
     """
     if params.mode == "paper":
         params = replace(params, **PAPER)
-    stock = stitched.stock(bundle.meta)
-    wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scored.files)]
+    stock = stitched.load_donor_pool(bundle.meta)
+    wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
     missing = [name for name in wanted if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
@@ -115,34 +118,34 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if params.price_ms and not params.board:
         raise JobError("[params] price_ms weighs milliseconds: say of which board, by a profile's name in `board`")
     if params.board:
-        profiles.load(params.board)
-    state = search.begun(params, seed, stock, dict(bundle.files))
+        profiles.load_board_profile(params.board)
+    state = search.initial_state(params, seed, stock, dict(bundle.files))
     if state.current is None and params.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
     return state
 
 
 def send(state: State, device: DeviceView) -> Order | None:
-    """The order for one device in the current phase; None: nothing to ask of it."""
+    """Return the task spec of the current phase, or None if the device has nothing to do."""
     match state.phase:
         case "score":
-            return orders.score_order(state, device)
+            return orders.score_task_spec(state, device)
         case "fit":
-            return orders.fit_order(state)
+            return orders.fit_task_spec(state)
         case "done":
             return None
     if device.device in state.heard:
         return None  # the coordinator asks another device instead
-    return orders.gather_order(state) if state.phase == "gather" else orders.count_order(state)
+    return orders.gather_task_spec(state) if state.phase == "gather" else orders.validation_task_spec(state)
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Close a round: take in its sums and, when the phase is complete, enter the next one; None: nobody answered."""
+    """Add the sums of a round and, when the phase is complete, start the next phase."""
     if total is None or (isinstance(total, Gathering | Counts) and not total.devices):
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
         if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
-            return replace(_closed(state), turn=state.turn + 1)
+            return replace(_close_phase(state), turn=state.turn + 1)
         return replace(state, log=())
     devices = total.ballots if isinstance(total, Votes) else total.devices
     known = state.seen
@@ -151,57 +154,56 @@ def step(state: State, total: Sum | None) -> State:
         case Votes():
             after = search.add_ballots(state, total.ballots)
         case Fits():
-            after = _fitted(state, total.moments)
+            after = _solve_junctions(state, total.moments)
         case _:
             state = replace(state, heard=_union(state.heard, devices), subround=state.subround + 1)
-            after = _gathered(state, total) if isinstance(total, Gathering) else _counted(state, total)
-            after = _closed(after) if _all_heard(state, known) else after
+            after = _add_moments(state, total) if isinstance(total, Gathering) else _add_counts(state, total)
+            after = _close_phase(after) if _is_phase_complete(state, known) else after
     return replace(after, turn=state.turn + 1)
 
 
 def result(state: State) -> Artefact:
-    """The chosen network (`stitched.to_artefact`).
+    """Return the chosen network as an artefact (`stitched.to_artefact`).
 
-    The artefact's meta also holds "search", a summary of every candidate, and "gains", what joining and what stitching
-    add to the accuracy. A job cut short while gathering returns the candidate with the least generalised
-    cross-validation criterion, solved from the sums so far; one cut short earlier returns the finished network with the
-    best score and its donor's classifier.
+    The artefact's meta also contains "search", a summary of all candidates, and "gains", the accuracy gained by joining
+    and by stitching. A job that ends while gathering returns the candidate with the least cross-validation criterion. A
+    job that ends earlier returns the finished network with the best score and its donor's classifier.
 
     Raises:
-        ModelError: nothing was gathered, and no network was finished.
+        ModelError: If no moments were gathered and no network is finished.
     """
     if state.phase == "gather" and state.gathered is not None:
-        state = replace(state, candidates=_solved(state))
+        state = replace(state, candidates=_solve_candidates(state))
     if not state.candidates:
-        ends = state.finalists or tuple(search.distinct(state))
-        state = replace(state, candidates=tuple(candidates.aligned(finalist) for finalist in ends))
-    best = judging.best(state, state.candidates)
+        ends = state.finalists or tuple(search.distinct_finalists(state))
+        state = replace(state, candidates=tuple(candidates.aligned_candidate(finalist) for finalist in ends))
+    best = judging.best_candidate(state, state.candidates)
     if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    meta, arrays = stitched.to_artefact(judging.handed_out(state, best), state.stock)
-    told = judging.summaries(state)
-    return Artefact("stitched", {**meta, "search": told, "gains": judging.gains(state)}, arrays)
+    meta, arrays = stitched.to_artefact(judging.to_network(state, best), state.stock)
+    told = judging.summarise_all(state)
+    return Artefact("stitched", {**meta, "search": told, "gains": judging.accuracy_gains(state)}, arrays)
 
 
-def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
+def _solve_junctions(state: State, sums: tuple[Gathered, ...]) -> State:
     assert state.current is not None
     junctions, residuals, notes = {}, {}, []
-    for name, each in zip(search.projected(state), sums, strict=True):
-        weights, bias = least_squares.solve(each.total, state.params.ridge)
+    for name, each in zip(search.junction_winners(state), sums, strict=True):
+        weights, bias = least_squares.solve_ridge(each.total, state.params.ridge)
         junctions[stitched.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
-        residuals[name], note = _residual(name, each, state.params.ridge)
+        residuals[name], note = _junction_residual(name, each, state.params.ridge)
         notes.append(note)
     rows = sums[0].total.n
-    told = f"{len(junctions)} junctions after {names.path(state.current.path)} solved from {rows:.0f} positions"
-    return search.grow(replace(state, log=(told, *notes)), junctions, residuals)
+    told = f"{len(junctions)} junctions after {names.path_name(state.current.path)} solved from {rows:.0f} positions"
+    return search.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
 
 
-def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
-    """Leave-one-group-out residual variance of a junction (None: unknown), with a sentence for the log."""
-    left, variances = least_squares.left_out(sums.groups, ridge), [group.yy for group in sums.groups]
+def _junction_residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
+    """Return a junction's leave-one-group-out residual variance, or None, and a log sentence."""
+    left, variances = least_squares.leave_one_out_residuals(sums.groups, ridge), [group.yy for group in sums.groups]
     if not left or not any(variances):
         return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
     mean = float(np.average(left, weights=variances))
@@ -209,16 +211,16 @@ def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, s
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _gathered(state: State, total: Gathering) -> State:
-    sums = total.value(candidates.restored(state.gathered))
+def _add_moments(state: State, total: Gathering) -> State:
+    sums = total.total_sums(candidates.unpack_sums(state.gathered))
     notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
     if total.short:
         notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of the wanted images only")
-    return replace(state, gathered=candidates.stored(sums), log=tuple(notes))
+    return replace(state, gathered=candidates.pack_sums(sums), log=tuple(notes))
 
 
-def _counted(state: State, total: Counts) -> State:
-    counts = exact.values(total.sums)
+def _add_counts(state: State, total: Counts) -> State:
+    counts = exact.rounded_values(total.sums)
     pairs = zip(state.candidates, counts["right"], strict=True)
     known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
     examples = state.examples + int(counts["examples"][0])
@@ -226,30 +228,20 @@ def _counted(state: State, total: Counts) -> State:
     return replace(state, candidates=known, examples=examples, log=(note,))
 
 
-def _all_heard(state: State, known: tuple[str, ...]) -> bool:
-    """Whether the phase is over without another round.
-
-    The number of devices is unknown. The devices of the search count as all devices if a sub-round of the search
-    brought no new one (`State.saturated`), or if the first round of this phase heard every one of them; otherwise the
-    phase ends with a round in which nobody is left to ask. While validating, the devices gathered from are all devices.
-
-    Args:
-        state: after this round's answers were added to `seen` and `heard`.
-        known: devices that had answered before this round.
-    """
+def _is_phase_complete(state: State, known: tuple[str, ...]) -> bool:
+    # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True
     complete = bool(known) and set(state.seen) <= set(state.heard)
     return complete and (state.phase == "validate" or state.saturated or state.subround == 1)
 
 
-def _closed(state: State) -> State:
-    """Close a phase in which every device was heard: solve candidates after gather, choose one after validate."""
+def _close_phase(state: State) -> State:
     if state.phase == "validate":
-        best = max(range(len(state.candidates)), key=lambda i: judging.merit(state, state.candidates[i]))
-        return replace(state, phase="done", chosen=best, log=tuple(judging.told(state)))
+        best = max(range(len(state.candidates)), key=lambda i: judging.ranking_key(state, state.candidates[i]))
+        return replace(state, phase="done", chosen=best, log=tuple(judging.describe_validation(state)))
     assert state.gathered is not None
-    found, counts = _solved(state), state.gathered.counts
+    found, counts = _solve_candidates(state), state.gathered.counts
     notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
     if nobodys := [label for label, count in zip(state.stock.labels, counts, strict=True) if not count]:
         notes.append(f"nobody has examples of {', '.join(nobodys)}: no candidate ever says so")
@@ -257,10 +249,10 @@ def _closed(state: State) -> State:
     return replace(state, log=(*state.log, *notes))
 
 
-def _solved(state: State) -> tuple[Candidate, ...]:
-    sums = candidates.restored(state.gathered)
+def _solve_candidates(state: State) -> tuple[Candidate, ...]:
+    sums = candidates.unpack_sums(state.gathered)
     assert sums is not None
-    return candidates.solved(state, sums)
+    return candidates.solve_candidates(state, sums)
 
 
 def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
@@ -271,21 +263,23 @@ def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Carry out one phase's task on a device, by forward passes only.
+    """Run the task of one phase on a device, by forward passes only.
 
     Raises:
-        ModelError: the task's phase is unknown to this version of the agent.
-        DataError: too few examples, or labels that the job does not have.
+        ModelError: If this version of the agent does not support the phase.
+        DataError: If there are too few examples, or labels that the job lacks.
     """
     match task.params["phase"]:
         case "score":
-            return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
+            return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreAsk), site)
         case "fit":
-            return device_statistics.fit(msgspec.convert(task.params, device_statistics.FitAsk), site)
+            return device_statistics.compute_junction_moments(
+                msgspec.convert(task.params, device_statistics.FitAsk), site
+            )
         case "gather":
-            return taps.gather(msgspec.convert(task.params, taps.GatherAsk), site)
+            return taps.gather_moments(msgspec.convert(task.params, taps.GatherAsk), site)
         case "validate":
-            return taps.count(msgspec.convert(task.params, taps.CountAsk), site)
+            return taps.count_correct(msgspec.convert(task.params, taps.CountAsk), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 

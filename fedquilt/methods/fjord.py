@@ -1,18 +1,18 @@
-"""FjORD: every mini-batch trains a part of another width, drawn up to what the device's memory allows.
+"""FjORD: each mini-batch trains a sub-network of random width, up to the device's p_max.
 
 Paper: Horvath et al., FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout,
-NeurIPS 2021 (arXiv 2102.13451), Algorithm 1: a device with the largest width p_max draws p for every step from the
-widths up to it, uniformly, and drops all units but the leading ceil(p * C) of each layer; an entry of the new global
-model is the mean over the devices that have it.
+NeurIPS 2021 (arXiv 2102.13451), Algorithm 1. A device with the largest width p_max draws p for every step uniformly
+from the widths up to p_max, and drops all units but the leading ceil(p * C) of each layer. An entry of the new global
+model is the mean over the devices that have the entry.
 
-Before an evaluation, and at the end, each width's statistics are gathered from all devices (`heterofl`).
+Before an evaluation and at the end, the batch norm statistics of each width are gathered from all devices (`heterofl`).
 
-Deviations: the distillation from p_max to p (section 3.3) is left out. Batch normalisation has one scale for all
-widths and statistics by width, as in the paper: those of p_max's steps, which are few and so count more, on the
-devices whose p_max it is (`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are p_max's.
-p_max follows the device's memory tier, the smallest where it has not reported its memory. The mean is weighted by
-examples. With momentum or weight decay a dropped unit moves by those alone. All widths 1 are FedAvg but for those
-statistics.
+Deviations: the distillation from p_max to p (section 3.3) is left out. Batch normalisation has one scale for all widths
+and statistics by width, as in the paper. The running statistics are those of the steps at p_max, with a larger momentum
+because these steps are few, on the devices with that p_max (`heterofl`). A step at a smaller width still computes the
+network of p_max, so that bytes and memory are those of p_max. p_max follows the device's memory tier, and is the
+smallest for a device that has not reported its memory. The mean is weighted by examples. Momentum and weight decay also
+move dropped units. With all widths 1 the method is FedAvg, except for these statistics.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from fedquilt.models.partial.masks import Plan
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the widths."""
+    """FedAvg's parameters, and the widths by memory tier."""
 
     rates: heterofl.Rates = (0.2, 0.4, 0.6, 0.8, 1.0)  # P; p_max of devices under 1 GB, from 1, 2, 4 and 8 GB
 
 
 class Ordered:
-    """Hooks that draw a width for every mini-batch.
+    """Hooks for ordered dropout, with a random width for each mini-batch.
 
     Args:
-        plan: dependencies between the network's units.
-        most: p_max, the width of the network that is trained.
-        widths: p, all that may be drawn.
+        plan: Dependencies between the network's units.
+        most: Width of the network that is trained, p_max.
+        widths: Widths to draw from, up to p_max.
+        rng: Generator of the widths.
     """
 
     def __init__(self, plan: Plan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
         self._plan, self._most, self._widths, self._rng = plan, most, widths, rng
         self.width = most  # of the current step
 
-    def begin(self, module: Any) -> None:
-        """Draw the width of the next step."""
+    def draw_width(self, module: Any) -> None:
+        """Draw the width p of the next step."""
         self.width = self._widths[int(self._rng.integers(len(self._widths)))]
 
     def insert_gates(self, module: Any) -> Any:
-        """Insert hooks that set dropped units to 0 for every layer that reads them, and return the module."""
+        """Insert hooks that set dropped units to 0 before each layer, and return the module."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
         from fedquilt.models.networks import tensor_register
@@ -62,29 +63,26 @@ class Ordered:
         inner = dict(module.named_modules())
         for each in inner.values():
             if isinstance(each, _BatchNorm):
-                each.register_forward_pre_hook(self._aside(each.momentum))
+                each.register_forward_pre_hook(self._statistics_hook(each.momentum))
         for name, follow in self._plan.follows.items():
             path = name.rpartition(".")[0]
             if follow.into:  # of weights alone
                 for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
-                    each.register_forward_pre_hook(self._hook(follow.into, follow.repeat))
+                    each.register_forward_pre_hook(self._dropout_hook(follow.into, follow.repeat))
         return module
 
-    def marks(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """Marks along a layer's inputs, float32: 1 for outputs of units in use, 0 for dropped ones."""
+    def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
+        """Return a float32 mask of a layer's inputs: 1 for units in use, 0 for dropped units."""
         parts = []
         for name in groups:
             full = self._plan.widths.get(name)
-            held = self._plan.pinned[name] if full is None else width.count(full, self._most)
-            used = held if full is None else width.count(full, self.width)
+            held = self._plan.pinned[name] if full is None else width.unit_count(full, self._most)
+            used = held if full is None else width.unit_count(full, self.width)
             parts.append(np.arange(held) < used)
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
-    def _aside(self, momentum: float | None) -> Any:
-        """Keep the running statistics out of steps at smaller widths: they are those of p_max.
-
-        The few steps that remain count more, so that a round's end weighs as much in them as if all counted.
-        """
+    def _statistics_hook(self, momentum: float | None) -> Any:
+        # Only steps at p_max change running statistics. A larger momentum compensates for the skipped steps.
         fresh = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
         def hook(layer: Any, inputs: tuple[Any, ...]) -> None:
@@ -92,12 +90,12 @@ class Ordered:
 
         return hook
 
-    def _hook(self, groups: tuple[str, ...], repeat: int) -> Any:
+    def _dropout_hook(self, groups: tuple[str, ...], repeat: int) -> Any:
         def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
             if self.width == self._most or not layer.training:
                 return None
             heard = inputs[0]
-            mark = heard.new_tensor(self.marks(groups, repeat))
+            mark = heard.new_tensor(self.unit_mask(groups, repeat))
             if layer.weight.ndim > 2:
                 mark = mark.reshape(-1, *(1,) * (layer.weight.ndim - 2))
             return (heard * mark, *inputs[1:])
@@ -106,28 +104,30 @@ class Ordered:
 
 
 def send(state: _by_width.State, device: DeviceView) -> Order:
-    """Order training at the device's largest width, with the dependencies between units."""
+    """Return the task spec to train at the device's p_max, with the dependencies between units."""
     order = heterofl.send(state, device)
-    return replace(order, bundles={**order.bundles, "plan": {"json": masks.to_array(state.plan)}})
+    return replace(order, bundles={**order.bundles, "plan": {"json": masks.plan_to_array(state.plan)}})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train with a new width drawn for every mini-batch, or gather statistics where the task asks for them."""
+    """Train with a random width per mini-batch, or gather statistics if the task requests them."""
     if "asked" in task.params:
-        return _by_width.measured(task, site)
-    most, hooks = task.params["rate"], heterofl.hooks_of(task, site, scaled=False)
+        return _by_width.gather_statistics(task, site)
+    most, hooks = task.params["rate"], heterofl.width_hooks(task, site, scaled=False)
     widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
     if len(widths) > 1:
-        plan = masks.from_array(site.load("plan")["json"])
-        ordered = Ordered(plan, most, widths, tensors.rng(task.seed, "widths"))
+        plan = masks.plan_from_array(site.load("plan")["json"])
+        ordered = Ordered(plan, most, widths, tensors.seeded_rng(task.seed, "widths"))
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: ordered.insert_gates(narrow(module)), steps=(Step(begin=ordered.begin),))
+        hooks = Hooks(
+            prepare=lambda module: ordered.insert_gates(narrow(module)), steps=(Step(begin=ordered.draw_width),)
+        )
     return fedavg.work(task, site, hooks)
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the part of width p_max on the device's held-out share."""
-    hooks = heterofl.hooks_of(task, site, scaled=False)
+    """Evaluate the sub-network of width p_max on the held-out examples."""
+    hooks = heterofl.width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
@@ -135,9 +135,9 @@ METHOD = replace(
     heterofl.METHOD,
     paper="arXiv 2102.13451",
     params=Params,
-    init=heterofl.by_width,
+    init=heterofl.initial_width_state,
     send=send,
     work=work,
     check=check,
-    settle=_by_width.statistics_rounds(heterofl.parts_of, heterofl.rate_of, scaled=False),
+    settle=_by_width.statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
 )

@@ -1,11 +1,11 @@
-"""FT-Part: only the last layers of a pre-trained network are fine-tuned, on the devices whose memory suffices.
+"""FT-Part: devices with enough memory fine-tune the last layers of a pre-trained network.
 
 Paper: FedStitch (arXiv 2409.07202), section V-A3 and Table III, a baseline of its group 2: federated averaging of a
 pre-trained model's classifier, in which almost all devices can take part.
 
-Deviations: the memory limit is `ft_full`'s. A frozen layer keeps no activations, so that a step is assumed to need
-`kept` of an example's bytes in the whole network's training, with no gradients of frozen weights; the
-bundle has no activations by layer. Frozen tensors are sent once and keep their statistics.
+Deviations: the memory limit is that of `ft_full`. A frozen layer keeps no activations: a step is assumed to need the
+share `kept` of an example's bytes in the training of the whole network, without gradients of frozen weights, because
+the bundle has no activations by layer. Frozen tensors are sent once and keep their statistics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedquilt.methods import fedavg, fedrep, ft_full
 
 @dataclass(frozen=True)
 class Params(ft_full.Params):
-    """FT-Full's parameters, and which layers are trained."""
+    """FT-Full's parameters, and the layers that are trained."""
 
     layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are trained, the head first
     kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's bytes in training that is held without them
@@ -43,7 +43,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Split the bundle's network into frozen first layers and trained last layers.
 
     Raises:
-        ModelError: the network has no last linear layer.
+        ModelError: If the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
     found, last = begun.register.parameters_by_layer(), begun.register.classifier()
@@ -51,28 +51,28 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
     moved = {entry.name for entry in begun.register.tensors if entry.layer in order[-params.layers :]}
-    return fedrep.split(begun, begun.model.keys() - moved)
+    return fedrep.split_state(begun, begun.model.keys() - moved)
 
 
 def send(state: fedrep.State, device: DeviceView) -> Order | None:
-    """Order training of the last layers, if the device's budget holds it."""
+    """Return the task spec to train the last layers, or None if the device lacks the memory."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
-    order = fedavg.training_order(whole, {"model": state.model, "own": state.own}, moved=state.model)
-    counted = fedavg.at_once(whole, state.model)
-    return ft_full.limited(order, light, device, ("torch", "numpy"), counted)
+    order = fedavg.training_task_spec(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    counted = fedavg.minimum_batch(whole, state.model)
+    return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
 
 
 def work(task: Task, site: Site) -> Answer:
     """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
-    answer = fedavg.trained(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
+    answer = fedavg.train_from(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the frozen network with the received last layers."""
+    """Evaluate the frozen network with the received last layers on the held-out examples."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 
 

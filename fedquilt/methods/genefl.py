@@ -1,30 +1,30 @@
-"""GENE-FL: devices keep their models and share the few layers that change least, by cluster of similar data.
+"""GENE-FL: devices with similar data share the learnGene, the layers that change least.
 
 Paper: GENE-FL: Gene-Driven Parameter-Efficient Dynamic Federated Learning (arXiv 2504.14628), Eq. 1 to 12,
-Algorithms 1 and 2. In a round a device computes, with theta~ its model at the end of its last one and Theta_k its
-cluster's:
+Algorithms 1 and 2. With theta~ the device's model at the end of its previous round and Theta_k the model of its
+cluster, a device computes
 
     F^   = each tensor of the Fisher diagonal at theta~, scaled to 0..1                      (Eq. 5, 6)
     el_j = theta~_j where F^_j < gamma, else Theta_k,j                                       (Eq. 6)
     L    = CE + lambda1 sum_l a_l |theta^l - Theta_k^l|^2 + lambda2 |theta - el|^2           (Eq. 4, 7, 8)
     S_l  = N_l / sum N * (1 - cos(theta^l, theta~^l)), the L_t lowest layers are sent        (Eq. 9)
 
-The coordinator averages each layer over the devices of the cluster that sent it (Eq. 10). A device is first asked
-for a subspace of its examples, its fingerprint (Eq. 11); those of the first rounds are clustered by K-means, later
-ones go to the nearest cluster (Eq. 12). So a device that appears in the middle of a job begins with its cluster's
-learnGene, the layers shared at that time, and the job's first weights elsewhere.
+The coordinator averages each layer over the devices of the cluster that sent the layer (Eq. 10). A device's first task
+is to compute a subspace of its examples, the fingerprint (Eq. 11). The fingerprints of the first rounds are clustered
+by K-means, and later devices join the nearest cluster (Eq. 12). A device that appears during a job therefore starts
+with its cluster's learnGene, the layers shared at that time, and the job's first weights elsewhere.
 
-Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of no more examples than
-`directions` reveals them completely. Layers reveal the examples that they were trained on: all of them, as in the
-first rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
+Privacy: the first vector of a fingerprint is close to the mean of the device's examples, and a fingerprint of at most
+`directions` examples reveals them completely. Layers reveal the examples they were trained on. All layers, as in the
+first rounds unless `first_layers` is smaller, reveal as much as FedAvg's model. `fedquilt audit` measures both.
 
-Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`. A layer is a
-weight tensor with its bias and normalisation, and a gain around layers goes with the first of them; running
-statistics stay on the device. The last layer is not shared
-unless `share_head`: with the head of known classes, unknown ones begin worse. Penalties apply to layers that some
-device of the cluster has sent. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
-coordinator's: one number for all, guided by the mean accuracy that devices measure on their held-out shares. The fewest
-layers are a fifth of all; the paper gives no number. A device first asked after the clustering counts as a newcomer.
+Deviations: the paper's sentence on the mask selects the highest scores, its prose the lowest (`gene_order`). A layer is
+a weight tensor with its bias and normalisation, and a gain around layers belongs to the first of them. Running
+statistics stay on the device. The last layer is not shared without `share_head`, because a head of known classes is a
+worse start for unknown classes. Penalties apply to layers that some device of the cluster has sent. Both losses form
+one step (the text's "total objective"), not two alternating steps. L_t is one number for all devices, controlled by the
+coordinator with the mean accuracy on the devices' held-out examples. The smallest L_t is a fifth of all layers, because
+the paper has no number. A device selected for the first time after the clustering is a newcomer.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class State:
 
 @dataclass(frozen=True)
 class Sum:
-    """Sums of a round by cluster, and its fingerprints."""
+    """Sums of a round by cluster, and the fingerprints received."""
 
     fingerprints: Mapping[str, np.ndarray]
     totals: Mapping[str, Mapping[str, exact.Total]]  # cluster -> tensor -> sum over devices
@@ -125,7 +125,7 @@ class Sum:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start in the fingerprint phase, with all layers but the head to share."""
+    """Return the first state, in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
     found = layer_units(begun.register)
     first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
@@ -149,7 +149,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
     """Return the parameters of each layer. A module around layers goes with the first layer in it.
 
-    By itself a gain of one number would always be among the smallest scores, and in the end all that is shared.
+    A gain of one number would otherwise always have one of the smallest scores, and would be the last layer shared.
     """
     found = register.parameters_by_layer()
     units = {layer: list(names) for layer, names in found.items()}
@@ -162,7 +162,7 @@ def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
-    """Order a fingerprint from a device without a cluster, else training from its cluster's layers."""
+    """Return the task spec for a fingerprint (Eq. 11), or to train with the cluster's layers."""
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
@@ -175,7 +175,7 @@ def send(state: State, device: DeviceView) -> Order | None:
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
     plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
-    order = fedavg.training_order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
+    order = fedavg.training_task_spec(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -184,29 +184,29 @@ def send(state: State, device: DeviceView) -> Order | None:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Return a fingerprint, or train the device's model and send its learnGene."""
+    """Return a fingerprint, or train the device's model (Eq. 4) and send its learnGene (Eq. 9)."""
     if task.params["ask"] == "fingerprint":
-        some = _some(site, task.params["fingerprint_samples"])
-        found = subspaces.subspace(some.x, task.params["directions"])
+        some = _sample_examples(site, task.params["fingerprint_samples"])
+        found = subspaces.compute_subspace(some.x, task.params["directions"])
         return Answer({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
-    received, parts = _received(task, site)
-    before = _own(site, received)
+    received, parts = _load_received(task, site)
+    before = _previous_model(site, received)
     bound = [name for layer in task.params["bound"] for name in parts[layer]]
     elastic = {name: before[name] for name in bound}
     if bound and task.params["elastic"]:
-        elastic = _elastic(task, site, before, received, bound)
-    strengths = learngene.strengths(task.params["strength"], parts, received)
+        elastic = _elastic_gene(task, site, before, received, bound)
+    strengths = learngene.layer_strengths(task.params["strength"], parts, received)
     pulled = {name: strengths[name] for name in bound}
-    hooks = learngene.pull(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
-    answer = fedavg.trained(task, site, before, hooks)
+    hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
+    answer = fedavg.train_from(task, site, before, hooks)
     model = answer.bundles["model"]
     terms = {
-        "smooth": sum(strengths[name] * learngene.distance(model[name], received[name]) for name in bound),
-        "elastic": sum(learngene.distance(model[name], elastic[name]) for name in bound),
+        "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
+        "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound),
     }
-    rated = metrics.main(site.engine.evaluate(task.params["network"], model, site.held))
+    rated = metrics.main_metric(site.engine.evaluate(task.params["network"], model, site.held))
     told = {} if rated is None else {"personal": rated[1]}
-    gene = learngene.choose(
+    gene = learngene.choose_layers(
         {layer: parts[layer] for layer in task.params["shared"]},
         model,
         before,
@@ -219,17 +219,17 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the device's own model; there is none while its fingerprint is asked for."""
+    """Evaluate the device's model on the held-out examples, or nothing before the clustering."""
     if task.params["ask"] == "fingerprint":
         return EvaluationSums(examples=0)
-    return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
+    return site.engine.evaluate(task.params["network"], _previous_model(site, _load_received(task, site)[0]), site.held)
 
 
 def personal(task: Task, site: Site) -> Tensors:
-    """The device's own model.
+    """Return the device's model.
 
     Raises:
-        ModelError: it has none: a device gets one with its first training, from the cluster that its examples are in.
+        ModelError: If the device has not trained yet.
     """
     if not site.local:
         raise ModelError(
@@ -238,8 +238,7 @@ def personal(task: Task, site: Site) -> Tensors:
     return site.local
 
 
-def _received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
-    """All tensors of the order, and layer -> names of its tensors."""
+def _load_received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
     model, parts = dict(site.load("statistics")), {}
     for layer in task.params["all"]:
         part = site.load(PREFIX + layer)
@@ -248,80 +247,84 @@ def _received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, 
     return model, parts
 
 
-def _own(site: Site, received: Tensors) -> Tensors:
-    """theta~: the device's model; the received one before its first training."""
+def _previous_model(site: Site, received: Tensors) -> Tensors:
+    # theta~: before the first training, the received model.
     if not site.local:
         return received
-    tensors.require_like(site.local, received)
+    tensors.require_matching(site.local, received)
     return site.local
 
 
-def _some(site: Site, most: int) -> Examples:
-    """Up to `most` of the device's examples, drawn without repetition, in stored order."""
+def _sample_examples(site: Site, most: int) -> Examples:
     rows = np.sort(site.rng.permutation(len(site.train))[:most])
     return Examples(site.train.x[rows], site.train.y[rows])
 
 
-def _elastic(task: Task, site: Site, before: Tensors, received: Tensors, bound: list[str]) -> dict[str, np.ndarray]:
-    """The elastic learnGene: the device's own value where the Fisher value is low, the cluster's where it is high."""
-    some = _some(site, task.params["fisher_samples"])
+def _elastic_gene(
+    task: Task, site: Site, before: Tensors, received: Tensors, bound: list[str]
+) -> dict[str, np.ndarray]:
+    # Eq. 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
+    some = _sample_examples(site, task.params["fisher_samples"])
     found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
     gamma = task.params["gamma"]
-    return {name: np.where(learngene.scaled(found[name]) < gamma, before[name], received[name]) for name in bound}
+    return {name: np.where(learngene.scale_fisher(found[name]) < gamma, before[name], received[name]) for name in bound}
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add a learnGene to its cluster's sums, or keep a fingerprint."""
+    """Add a learnGene to the sums of its cluster, or store a fingerprint.
+
+    Raises:
+        UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
+    """
     so_far = so_far or Sum({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
         told, known = update.bundles.get("fingerprint", {}), (*state.centres, *state.fingerprints.values())
-        found = subspaces.received(told, update.device, state.params["directions"], known)
+        found = subspaces.validate_fingerprint(told, update.device, state.params["directions"], known)
         return replace(so_far, fingerprints={**so_far.fingerprints, update.device: found})
     gene, key = update.bundles.get("gene", {}), str(cluster)
     sent = [layer for layer in state.shared if not state.first[layer].keys().isdisjoint(gene)]
     if len(sent) != state.size:
         raise UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
     like = {name: array for layer in sent for name, array in state.first[layer].items()}
-    tensors.require_same(gene, like)
+    tensors.require_addable(gene, like)
     accuracy = update.metrics.get("personal")
     if accuracy is not None and not 0 <= accuracy <= 1:
         raise UpdateError(f"{update.device} says that its accuracy is {accuracy:g}, not 0 to 1")
     values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
-    total, count = exact.plus(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
+    total, count = exact.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
     for layer in sent:
         count[layer] = count.get(layer, 0) + 1
     return replace(
         so_far,
         totals={**so_far.totals, key: total},
         counts={**so_far.counts, key: count},
-        accuracy=so_far.accuracy.plus(accuracy or 0.0),
+        accuracy=so_far.accuracy.add_numbers(accuracy or 0.0),
         told=so_far.told + (accuracy is not None),
     )
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Cluster the fingerprints once gathered; afterwards average the layers by cluster and adapt L_t."""
+    """Cluster the fingerprints (Eq. 12), or average layers by cluster (Eq. 10) and adapt L_t."""
     if total is None:
         return state
     if state.phase == "fingerprint":
-        return _clustered(state, total)
-    return _shrunk(_averaged(_joined(state, total.fingerprints), total), total)
+        return _cluster_fingerprints(state, total)
+    return _adapt_size(_average_layers(_assign_newcomers(state, total.fingerprints), total), total)
 
 
-def _clustered(state: State, total: Sum) -> State:
-    """State with the round's fingerprints; after the last such round, with clusters."""
+def _cluster_fingerprints(state: State, total: Sum) -> State:
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
     usual = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
     found = {k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual}
     state = replace(state, fingerprints=found, gathered=state.gathered + 1)
     if state.gathered < state.params["gather"]:
         return state
-    rng = tensors.rng("genefl clusters", state.seed)
-    owner, centres = subspaces.cluster(np.stack(list(found.values())), state.params["clusters"], rng)
+    rng = tensors.seeded_rng("genefl clusters", state.seed)
+    owner, centres = subspaces.cluster_points(np.stack(list(found.values())), state.params["clusters"], rng)
     return replace(
         state,
         phase="collaborate",
@@ -334,17 +337,17 @@ def _clustered(state: State, total: Sum) -> State:
     )
 
 
-def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
-    """State with newcomers in their nearest cluster, whose centre moves to the mean of all its members."""
+def _assign_newcomers(state: State, found: Mapping[str, np.ndarray]) -> State:
+    # Eq. 12. The centre of a cluster is the mean of all its members.
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(found):
-        assigned[device] = subspaces.join(found[device], centres, members)
+        assigned[device] = subspaces.assign_to_nearest(found[device], centres, members)
     return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
 
 
-def _averaged(state: State, total: Sum) -> State:
-    """State with each layer averaged over the devices of the cluster that sent it; other layers stay."""
-    clusters, genes, mean = list(state.clusters), list(state.genes), fedavg.divided
+def _average_layers(state: State, total: Sum) -> State:
+    # Eq. 10. Layers without senders stay.
+    clusters, genes, mean = list(state.clusters), list(state.genes), fedavg.divide_sum
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
         new = {
@@ -357,8 +360,8 @@ def _averaged(state: State, total: Sum) -> State:
     return replace(state, clusters=tuple(clusters), genes=tuple(genes))
 
 
-def _shrunk(state: State, total: Sum) -> State:
-    """State with L_t lowered by one every `shrink_every` rounds while mean accuracy is near its best."""
+def _adapt_size(state: State, total: Sum) -> State:
+    # L_t falls by one every `shrink_every` rounds, unless the mean accuracy has fallen below its best.
     if not total.counts:
         return state  # nobody trained
     recent = (*state.recent, float(total.accuracy) / total.told) if total.told else state.recent
@@ -372,7 +375,7 @@ def _shrunk(state: State, total: Sum) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Number of fingerprints, or sizes of the clusters and the layers each has shared."""
+    """Return sentences on the fingerprints, or on the clusters and the layers that each shares."""
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
@@ -381,7 +384,7 @@ def explain(state: State) -> list[str]:
 
 
 def result(state: State) -> Artefact:
-    """Return the shared layers of every cluster as tensors "0/conv1.weight" and so on, without a network."""
+    """Return each cluster's shared layers as tensors "0/conv1.weight" and so on, without a network."""
     held = {
         f"{k}/{name}": array
         for k, told in enumerate(state.clusters)

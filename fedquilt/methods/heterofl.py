@@ -1,27 +1,27 @@
-"""HeteroFL: each device trains as wide a part of the network as its memory allows, the leading channels of each layer.
+"""HeteroFL: each device trains the leading channels of each layer that fit its memory.
 
 Paper: Diao, Ding and Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients, ICLR 2021 (arXiv 2010.01264), Algorithm 1. A device at rate r has the first ceil(r * C) of each layer's C
-channels; an entry of the new global model is the mean over the devices that have it, and stays where none has
-(Eq. 2-5); a narrower layer's outputs are multiplied by 1/r (the Scaler, section 3). In training the scores of classes
-that a device has no examples of are 0 (masked cross entropy), and the last layer's rows are averaged over the devices
-that have examples of their class: `masked`, which reveals to the coordinator which classes a device has.
+channels. An entry of the new global model is the mean over the devices that have the entry, or unchanged if none has
+(Eq. 2-5). The outputs of a narrower layer are multiplied by 1/r (the Scaler, section 3). In training the scores of
+classes without examples on the device are 0 (masked cross entropy), and the last layer's rows are averaged over the
+devices that have examples of their class. This option, `masked`, reveals a device's classes to the coordinator.
 
-Deviations: the rate follows the device's memory tier; one that has not reported its memory gets the smallest.
-The mean is weighted by examples, as FedAvg's, where the paper counts devices: with all rates 1, all classes everywhere
-and clip = 0 it is FedAvg, bit for bit, but for batch normalisation's statistics. Those are gathered as in the paper
-("static" batch normalisation, section 3) and the authors' code: before an evaluation, and before the job ends, a round
-that does not count asks all devices to pass their examples through the global model, each mini-batch normalised by
-its own statistics, and the mean and variance over all devices' examples become the model's. Here each width has
-statistics of its own, and a device is asked for its own width, those below it, and those above it whose forward pass
-its memory holds. A width that nobody can be asked for, and every width between two such rounds, has the average of
-the statistics of training at that width; before any such training the first ones. Gradients are
-clipped as in the authors' code: without normalisation the Scaler makes them 1/r as large in every layer, and narrow
-parts diverge. The Scaler applies in a device's own evaluation as well. Channels that `fedquilt prepare` could not
-follow through the network stay whole; an addition ties its operands. The result is the whole network: some device
-should have rate 1.
+Deviations: the rate follows the device's memory tier, and is the smallest for a device that has not reported its
+memory. The mean is weighted by examples, as in FedAvg (the paper counts devices). With all rates 1, all classes on all
+devices and clip = 0 the result is bit-identical to FedAvg, except for batch norm statistics. These are gathered as in
+the paper ("static" batch normalisation, section 3) and the authors' code: before an evaluation and before the end of
+the job, in a round that does not count, all devices run the global model on their examples, each mini-batch normalised
+by its own statistics, and the mean and variance over all devices' examples become the model's. Here each width has its
+own statistics. A device runs its own width, smaller widths, and larger widths whose forward pass fits its memory. A
+width without any such device, and every width between two such rounds, has the average of the running statistics of
+training at that width, or the first statistics before any training. Gradients are clipped as in the authors' code:
+without normalisation the Scaler makes them 1/r as large in every layer, and narrow parts diverge. The Scaler also
+applies in a device's own evaluation. Channels that `fedquilt prepare` could not follow through the network stay whole,
+and an addition ties its operands. The result is the whole network, so that some device should have rate 1.
 
-Other methods that send parts by width use the halves of this one (`by_width`, `order`, `hooks_of`, `add_part`).
+Other methods that send parts by width use the functions of this module (`initial_width_state`, `part_task_spec`,
+`width_hooks`, `add_part`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from fedquilt.core import (
     Task,
     Tensors,
     UpdateError,
-    adds_up,
-    expects,
+    with_mergeable_accumulators,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
-from fedquilt.methods._by_width import State, measured, narrowed, statistics_rounds
+from fedquilt.methods._by_width import State, gather_statistics, statistics_round, subnetwork_state
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
 from fedquilt.models.partial.width import Counted, Places
@@ -73,21 +73,21 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class Sum:
-    """Sums of a round: entries, and separately each narrower part's statistics."""
+    """Sums of a round: shared entries, and batch norm statistics of each narrower part."""
 
     whole: Counted
     widths: Mapping[str, Counted]
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start from the bundle's model, with first statistics for each width.
+    """Return the first state, with the first batch norm statistics of each width.
 
     Raises:
-        ModelError: `masked`, and the network has no plain last linear layer.
+        ModelError: If `masked` is set and the network has no plain last linear layer.
     """
-    if metrics.task_of(bundle.meta["network"]) != "classes":
+    if metrics.task_from_network(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
-    begun = by_width(bundle, params, seed)
+    begun = initial_width_state(bundle, params, seed)
     if params.masked:
         last = begun.register.classifier()
         if last is None:
@@ -96,18 +96,20 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return begun
 
 
-def by_width(bundle: Bundle, params: Any, seed: int) -> State:
-    """State of a method that sends parts by width, at the bundle's model and the rates in `params`."""
+def initial_width_state(bundle: Bundle, params: Any, seed: int) -> State:
+    """Return the first state of a method that sends parts at the rates in `params`."""
     plain = fedavg.init(bundle, params, seed)
-    begun = State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
-    return replace(begun, widths=initial_statistics(begun, {rate: part(begun, rate) for rate in params.rates}))
+    begun = State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
+    return replace(
+        begun, widths=initial_statistics(begun, {rate: leading_places(begun, rate) for rate in params.rates})
+    )
 
 
 def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the first statistics of each part narrower than the network: the network's own."""
+    """Return the first batch norm statistics of each narrower part, cut from the network's own."""
     names = [each.name for each in state.register.tensors if each.normalises and each.kind != "parameter"]
     return {
-        f"{rate:g}": width_parts.cut(state.model, {name: at[name] for name in names})
+        f"{rate:g}": width_parts.cut_tensors(state.model, {name: at[name] for name in names})
         for rate, at in sorted(parts.items())
         if rate < 1
     }
@@ -116,63 +118,67 @@ def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str,
 # -- sending parts --------------------------------------------------------------------------------
 
 
-def part(state: State, rate: float) -> Places:
-    """Places of the leading units' entries at a rate."""
-    return width_parts.places(state.plan, state.model, width_parts.leading(state.plan, rate))
+def leading_places(state: State, rate: float) -> Places:
+    """Return the places of the leading units' entries at a rate."""
+    return width_parts.unit_places(state.plan, state.model, width_parts.leading_units(state.plan, rate))
 
 
-def width(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Largest of the rates that leave as many units in each group as `rate`: 1 where nothing is left out."""
+def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
+    """Return the largest rate that leaves as many units in each group as `rate`."""
 
-    def units(rate: float) -> list[int]:
-        return [width_parts.count(each, rate) for each in widths]
+    def unit_counts(rate: float) -> list[int]:
+        return [width_parts.unit_count(each, rate) for each in widths]
 
-    return max(other for other in (*rates, 1.0) if units(other) == units(rate))
+    return max(other for other in (*rates, 1.0) if unit_counts(other) == unit_counts(rate))
 
 
-def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> Order:
-    """Order training of a part, with its own FLOPs, bytes and memory.
+def part_task_spec(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> Order:
+    """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
     Args:
-        state: with the whole network.
-        at: places of the part's entries.
-        rate: width of the part, 0..1.
-        own: tensors that replace the network's.
+        state: State of the whole network.
+        at: Places of the part's entries.
+        rate: Width of the part, above 0 and at most 1.
+        own: Tensors that replace the network's, or None.
     """
-    light = narrowed(state, at, own)
-    found = fedavg.training_order(light, {"model": light.model})
+    light = subnetwork_state(state, at, own)
+    found = fedavg.training_task_spec(light, {"model": light.model})
     built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
     work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
     return replace(found, params={**found.params, "rate": rate}, work=work)
 
 
-def rate_of(state: State, device: DeviceView) -> float:
-    """Width of a device's part, 0..1."""
+def device_rate(state: State, device: DeviceView) -> float:
+    """Return the rate of a device's part by its memory tier, above 0 and at most 1."""
     rates = state.params["rates"]
-    return width(state.plan.widths.values(), rates, width_parts.by_tier(device.profile, rates))
+    return canonical_rate(state.plan.widths.values(), rates, width_parts.select_by_tier(device.profile, rates))
 
 
-def parts_of(state: State) -> dict[float, Places]:
-    """Places of every part that may be sent, by rate."""
+def places_by_rate(state: State) -> dict[float, Places]:
+    """Return the places of every part that can be sent, by rate."""
     rates, widths = state.params["rates"], state.plan.widths.values()
-    return {rate: part(state, rate) for rate in sorted({width(widths, rates, rate) for rate in rates})}
+    return {
+        rate: leading_places(state, rate) for rate in sorted({canonical_rate(widths, rates, rate) for rate in rates})
+    }
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Return the order to train the leading channels that the device's memory tier allows."""
-    rate = rate_of(state, device)
-    found = at_rate(state, order(state, part(state, rate), rate, state.widths.get(f"{rate:g}")))
+    """Return the task spec to train the leading channels that the device's memory tier allows."""
+    rate = device_rate(state, device)
+    found = with_learning_rate(
+        state, part_task_spec(state, leading_places(state, rate), rate, state.widths.get(f"{rate:g}"))
+    )
     return replace(found, params={**found.params, "head": state.register.classifier()})
 
 
-def at_rate(state: State, given: Order) -> Order:
-    """The order at the learning rate of its round, not counting rounds that gather statistics."""
+def with_learning_rate(state: State, given: Order) -> Order:
+    """Return the task spec with a learning rate that statistics rounds do not decay."""
     decay = state.params.get("lr_decay", 1.0)
     return replace(given, params={**given.params, "lr": state.params["lr"] / decay**state.settled})
 
 
-def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
-    """Hooks that build the narrower network; none where it is whole."""
+def width_hooks(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
+    """Return hooks that build the narrower network, or no hooks for the whole network."""
     if task.params["rate"] == 1:
         return Hooks()
     start = site.load("model")
@@ -180,56 +186,56 @@ def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the device's part, masking classes that it lacks, or gather statistics if the task asks for them."""
+    """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
     if "asked" in task.params:
-        return measured(task, site)
-    hooks = hooks_of(task, site)
+        return gather_statistics(task, site)
+    hooks = width_hooks(task, site)
     if not task.params["masked"]:
         return fedavg.work(task, site, hooks)
     classes = len(site.load("model")[f"{task.params['head']}.weight"])
     held = np.isin(np.arange(classes), site.train.y)
     if not held.all():
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: width_parts.masked(narrow(module), held))
+        hooks = Hooks(prepare=lambda module: width_parts.mask_classes(narrow(module), held))
     answer = fedavg.work(task, site, hooks)
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the device's own part on its held-out share."""
-    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks_of(task, site))
+    """Evaluate the device's part on the held-out examples."""
+    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=width_hooks(task, site))
 
 
 # -- back again -----------------------------------------------------------------------------------
 
 
-def sent_by(update: Contribution) -> Mapping[str, Any]:
-    """Tensors of an update.
+def sent_model(update: Contribution) -> Mapping[str, Any]:
+    """Return the model in an update.
 
     Raises:
-        UpdateError: it has none.
+        UpdateError: If there is none.
     """
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model")
     return update.bundles["model"]
 
 
-def expected_update(state: State) -> Expected:
-    """Return the bundles expected of a device: a part of the model and, if masked, its classes."""
+def update_schema(state: State) -> Expected:
+    """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
-        return fedavg.part(state)
+        return fedavg.partial_model_schema(state)
     last = f"{state.register.classifier()}.weight"
     held = {"held": tensors.Shaped(state.model[last].shape[:1], np.dtype(np.uint8))}
     return Expected({"model": state.model, "classes": held}, whole=False)
 
 
-@adds_up(Sum)
-@expects(expected_update)
+@with_mergeable_accumulators(Sum)
+@with_update_schema(update_schema)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add a device's part to the sums; its rows of missing classes do not count."""
-    sent = sent_by(update)
-    rows = classes_of(state, update) if state.params.get("masked") else None
-    return add_part(state, so_far, sent, parts_of(state), update.weight, rows)
+    """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
+    sent = sent_model(update)
+    rows = reported_classes(state, update) if state.params.get("masked") else None
+    return add_part(state, so_far, sent, places_by_rate(state), update.weight, rows)
 
 
 def add_part(
@@ -240,20 +246,20 @@ def add_part(
     weight: float,
     rows: np.ndarray | None = None,
 ) -> Sum:
-    """Add a device's part to a round's sums.
+    """Add a device's part to the sums of a round.
 
     Args:
-        state: with the whole network and each part's statistics.
-        so_far: sums of the round; None: the first update.
-        sent: tensors of the update.
-        parts: places that may have been sent, by rate.
-        weight: of the device in the mean.
-        rows: rows of the classifier that count; None: all.
+        state: State of the whole network, with each part's statistics.
+        so_far: Sums of the round, or None before the first update.
+        sent: Tensors of the update.
+        parts: Places that may have been sent, by rate.
+        weight: Weight of the device in the mean.
+        rows: Rows of the classifier that count, or None for all.
 
     Raises:
-        UpdateError: the tensors fit none of the parts, or are not finite.
+        UpdateError: If the tensors fit none of the parts, or are not finite.
     """
-    found = width_parts.recognise(state.model, sent, list(parts.values()))
+    found = width_parts.recognise_cut(state.model, sent, list(parts.values()))
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
     tensors.require_finite(sent)
     if rows is not None:
@@ -266,31 +272,33 @@ def add_part(
     widths = dict(so_far.widths) if so_far else {}
     if own:
         everywhere = dict.fromkeys(own, (None, None))
-        widths[key] = width_parts.add(state.widths[key], widths.get(key), own, everywhere, weight)
-    whole = width_parts.add(
+        widths[key] = width_parts.add_entries(state.widths[key], widths.get(key), own, everywhere, weight)
+    whole = width_parts.add_entries(
         state.model, so_far.whole if so_far else None, {name: sent[name] for name in rest}, rest, weight
     )
     return Sum(whole, widths)
 
 
-def classes_of(state: State, update: Contribution) -> np.ndarray:
-    """Return the numbers of the classes that a device has examples of.
+def reported_classes(state: State, update: Contribution) -> np.ndarray:
+    """Return the numbers of the classes of which a device reports examples.
 
     Raises:
-        UpdateError: the update does not report them.
+        UpdateError: If the update does not report its classes.
     """
     last = f"{state.register.classifier()}.weight"
     told = update.bundles.get("classes", {})
-    tensors.require_same(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
+    tensors.require_addable(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
     return np.flatnonzero(told["held"])
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Average each entry over the devices that sent it, and each width's statistics."""
+    """Average each entry over the devices that sent it (Eq. 2-5), and each width's statistics."""
     if total is None:
         return state
-    widths = {key: width_parts.close(state.widths[key], counted) for key, counted in total.widths.items()}
-    return replace(state, model=width_parts.close(state.model, total.whole), widths={**state.widths, **widths})
+    widths = {key: width_parts.average_entries(state.widths[key], counted) for key, counted in total.widths.items()}
+    return replace(
+        state, model=width_parts.average_entries(state.model, total.whole), widths={**state.widths, **widths}
+    )
 
 
 # -- statistics before an evaluation --------------------------------------------------------------
@@ -308,5 +316,5 @@ METHOD = replace(
     check=check,
     fold=fold,
     step=step,
-    settle=statistics_rounds(parts_of, rate_of, scaled=True),
+    settle=statistics_round(places_by_rate, device_rate, scaled=True),
 )

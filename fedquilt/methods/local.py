@@ -1,7 +1,7 @@
-"""Local: every device trains its own model by itself, and nothing is shared.
+"""Local: each device trains its own model, and nothing is shared.
 
-No paper: the baseline that a federation has to beat. It is FedAvg without the mean: in a round a device trains
-as FedAvg's do, from its own last model. An update carries metrics and no tensors.
+No paper: the baseline that a federation has to beat. In a round a device trains as in FedAvg, but from its own previous
+model, and the server computes no mean. An update has metrics and no tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedquilt.core import (
     Task,
     Tensors,
     UpdateError,
-    expects,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -34,35 +34,35 @@ class State(fedavg.State):
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Start from the bundle's model."""
+    """Return the first state, with the bundle's model."""
     return State(**vars(fedavg.init(bundle, params, seed)))
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the device's own model further; no tensors are sent."""
-    answer = fedavg.trained(task, site, personal(task, site))
+    """Train the device's own model further. No tensors are sent."""
+    answer = fedavg.train_from(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Evaluate the device's own model."""
+    """Evaluate the device's own model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
 def personal(task: Task, site: Site) -> Tensors:
-    """The device's model, or the job's first before it has trained."""
+    """Return the device's model, or the job's first model before training."""
     first = site.load("model")
     if site.local:
-        tensors.require_like(site.local, first)
+        tensors.require_matching(site.local, first)
     return site.local or first
 
 
-@expects(lambda state: Expected({}))
+@with_update_schema(lambda state: Expected({}))
 def fold(state: State, so_far: int | None, update: Contribution) -> int:
-    """Count an answer.
+    """Count an update.
 
     Raises:
-        UpdateError: it carries tensors.
+        UpdateError: If the update contains tensors.
     """
     if update.bundles:
         raise UpdateError(f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels")
@@ -70,7 +70,7 @@ def fold(state: State, so_far: int | None, update: Contribution) -> int:
 
 
 def step(state: State, total: int | None) -> State:
-    """Count the round if anybody trained."""
+    """Count the round if any device trained."""
     return replace(state, rounds=state.rounds + 1) if total else state
 
 

@@ -1,15 +1,15 @@
-"""MOON: a device's representation is pulled to the received model's and away from its own last model's.
+"""MOON: a contrastive loss pulls a device's representation towards the global model's.
 
-Paper: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021 (arXiv 2103.16257), Eq. 3 and 4:
-the local loss gains mu * l_con with, for cosine similarity s, z of the model in training, z_glob of the
-one received and z_prev of the device's last one,
+Paper: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021 (arXiv 2103.16257), Eq. 3 and 4.
+The local loss gains mu * l_con. With s the cosine similarity, z the representation of the model in training, z_glob of
+the received model and z_prev of the device's previous model,
 
     l_con = -log( exp(s(z, z_glob) / T) / (exp(s(z, z_glob) / T) + exp(s(z, z_prev) / T)) ).
 
-Deviations: the representation is the input of the network's last linear layer; no projection head is
-added (the paper's is two layers to 256 values before it), so that the job's network stays as it is: one
-with such layers may be given. In its first round a device has no last model and l_con is left out.
-The last model is the device's own of the last round that counted, kept there.
+Deviations: the representation is the input of the network's last linear layer. No projection head is added (the paper's
+has two layers to 256 values), so that the job's network stays unchanged. A network with such layers can be given. In a
+device's first round there is no previous model, and l_con is left out. The previous model is the device's own from its
+latest round that counted, and is stored on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Params(fedavg.Params):
 
 
 class Contrast:
-    """The hooks that add mu * l_con."""
+    """Hooks that add the contrastive loss mu * l_con."""
 
     def __init__(self, mu: float, temperature: float, head: str) -> None:
         self._mu, self._temperature, self._head = mu, temperature, head
@@ -41,11 +41,11 @@ class Contrast:
 
     def prepare(self, module: Any) -> Any:
         """Add a hook that records the classifier's input, and return the module."""
-        module.get_submodule(self._head).register_forward_pre_hook(self._look)
+        module.get_submodule(self._head).register_forward_pre_hook(self._record_input)
         return module
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the contrastive loss mu * l_con of a mini-batch, a scalar."""
+        """Return the contrastive loss mu * l_con of a mini-batch, a scalar (Eq. 3 and 4)."""
         import torch
         from torch.nn import functional as F
 
@@ -66,15 +66,15 @@ class Contrast:
         first = torch.zeros(len(z), dtype=torch.int64, device=z.device)
         return self._mu * F.cross_entropy(both / self._temperature, first)
 
-    def _look(self, module: Any, inputs: tuple[Any, ...]) -> None:
+    def _record_input(self, module: Any, inputs: tuple[Any, ...]) -> None:
         self._seen = inputs[0]
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
-    """Start as FedAvg, with a network that has a last linear layer.
+    """Return FedAvg's first state for a network with a last linear layer.
 
     Raises:
-        ModelError: the network has no linear layer.
+        ModelError: If the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
     if begun.register.classifier() is None:
@@ -83,13 +83,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Return the order to train, with the cost of two more forward passes once a device has an own model."""
-    order = fedavg.training_order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    """Return the task spec to train, with two more forward passes if the device has a previous model."""
+    order = fedavg.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
     return replace(order, params={**order.params, "head": state.register.classifier()})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train, with the contrastive term once the device has a last model, and keep the new model."""
+    """Train with the contrastive loss if there is a previous model, and keep the new model."""
     hooks = Hooks()
     if site.local:
         contrast = Contrast(task.params["mu"], task.params["temperature"], task.params["head"])

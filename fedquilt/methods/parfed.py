@@ -1,12 +1,12 @@
-"""ParFed: the last convolutions stay on the device, everything else is averaged.
+"""ParFed: the last convolutions stay on the device, and all other layers are averaged.
 
 Papers: Sun et al., PartialFed: Cross-Domain Personalized Federated Learning via Partial Initialization,
-NeurIPS 2021, in the form that GENE-FL's comparison gives it (arXiv 2504.14628, section 4): it "skips the
-four convolutional layers", of a ResNet18 the four 3x3 convolutions of its last stage, 31.50 of 42.65 MiB.
+NeurIPS 2021, in the form of GENE-FL's comparison (arXiv 2504.14628, section 4): ParFed "skips the
+four convolutional layers", which in a ResNet18 are the four 3x3 convolutions of the last stage, 31.50 of 42.65 MiB.
 
-Deviations: which layers a device loads is fixed here; PartialFed also learns it. Running statistics of batch
-normalisation stay on the device too, as GENE-FL counts no bytes for them. There is one cluster.
-In a network without convolutions, weight matrices other than the head's take their place.
+Deviations: the layers that a device loads are fixed here, and PartialFed also learns them. Running statistics of batch
+normalisation stay on the device too, because GENE-FL counts no bytes for them. There is one cluster. In a network
+without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION) 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and how many convolutions stay."""
+    """FedAvg's parameters, and the number of convolutions that stay on the device."""
 
     layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
 def convolution_weights(begun: fedavg.State) -> list[str]:
-    """Return the names of weights of convolutions larger than 1x1 or, without any, of linear layers.
+    """Return the weight names of convolutions larger than 1x1 or, without any, of linear layers.
 
-    Attention's and recurrent layers' own matrices count as linear layers' weights.
+    Matrices of attention and recurrent layers count as weights of linear layers.
 
     Raises:
-        ModelError: there are neither, or only the head's.
+        ModelError: If there are neither, or only the head's.
     """
     register, model = begun.register, begun.model
     names = register.in_call_order(fedavg.trained_names(begun))
@@ -59,7 +59,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Split the bundle's network: the last convolutions and all statistics stay on the devices."""
     begun = fedavg.init(bundle, params, seed)
     shared = set(fedavg.trained_names(begun)) - last_weights(begun, params.layers)
-    return fedrep.split(begun, begun.model.keys() - shared)
+    return fedrep.split_state(begun, begun.model.keys() - shared)
 
 
 METHOD = replace(
@@ -68,5 +68,5 @@ METHOD = replace(
     params=Params,
     init=init,
     send=fedrep.send,
-    work=fedrep.work_on_all,
+    work=fedrep.train_whole_network,
 )

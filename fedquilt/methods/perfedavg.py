@@ -1,15 +1,15 @@
-"""Per-FedAvg: a model from which one step on a device's own examples leads to a good one for it.
+"""Per-FedAvg: a meta-learned model that a device adapts with a step on its own examples.
 
 Paper: Fallah, Mokhtari and Ozdaglar, Personalized Federated Learning: A Meta-Learning Approach, NeurIPS 2020
 (arXiv 2002.07948), Algorithm 1 in its first-order form, Per-FedAvg (FO), section 5:
 
-    u <- w - alpha grad f(w; D),   w <- w - beta grad f(u; D')
+    u <- w - alpha grad f_D(w),   w <- w - beta grad f_D'(u)
 
-A device is evaluated with the received model after steps at rate alpha on its own examples.
+A device is evaluated with the received model after steps with rate alpha on its own examples.
 
-Deviations: D and D' are one mini-batch, the paper draws two: so a device with a single mini-batch can take part, and
-alpha = 0 is FedAvg. The Hessian is left out, as FO does. The mean is weighted by examples, as FedAvg's.
-Weight decay applies in both steps. Adapting takes whole passes (`adapt_epochs`), the paper one step.
+Deviations: D and D' are the same mini-batch (the paper draws two), so that a device with a single mini-batch can take
+part, and alpha = 0 is FedAvg. The Hessian is left out, as in FO. The mean is weighted by examples, as in FedAvg. Weight
+decay applies in both steps. The adaptation consists of whole passes (`adapt_epochs`), in the paper of one step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task, same_for_all
+from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task, with_common_task
 from fedquilt.methods import fedavg
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters with `lr` as beta, the rate of w, and those of the adapting step."""
+    """FedAvg's parameters with `lr` as beta, and those of the adaptation step."""
 
     alpha: Annotated[float, Meta(ge=0)] = 0.01  # alpha: rate of the step that adapts; 0 is FedAvg
     adapt_epochs: Annotated[int, Meta(ge=0)] = 1  # passes over a device's examples before it is evaluated
@@ -38,49 +38,52 @@ class Params(fedavg.Params):
 
 
 class Ahead:
-    """Two steps on a mini-batch: one of alpha from w to u, then from u to w less beta times the gradient there.
+    """Two steps on each mini-batch, from w to u and from w along the gradient at u (section 5).
 
-    The way back is added to the second step's gradient: (u - w) / beta. The anchor "w" belongs to this
-    method, and holds the value of each tensor before the first step.
+    The second step starts at u, so that its gradient includes the way back, (u - w) / beta. The anchor "w" is the value
+    of each tensor before the first step.
     """
 
     def __init__(self, alpha: float, beta: float) -> None:
         self._beta, self._ahead = beta, False
-        self.steps = (Step(rate=lambda name: alpha / beta, begin=self._first), Step(begin=self._second))
+        self.steps = (
+            Step(rate=lambda name: alpha / beta, begin=self._begin_first_step),
+            Step(begin=self._begin_second_step),
+        )
 
     def correct(self, gradient: Any, value: Any, at: Mapping[str, Any]) -> Any:
-        """Gradient of the current step; the second includes the way back to w."""
+        """Return the gradient of the current step. The second step includes the way back to w."""
         if self._ahead:
             return gradient + (value - at["w"]) / self._beta
         at["w"].copy_(value)
         return gradient
 
-    def _first(self, module: Any) -> None:
+    def _begin_first_step(self, module: Any) -> None:
         self._ahead = False
 
-    def _second(self, module: Any) -> None:
+    def _begin_second_step(self, module: Any) -> None:
         self._ahead = True
 
 
-@same_for_all
+@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.training_order(state, {"model": state.model}, trainings=2, anchors=2)
+    """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
+    return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Take both steps on every mini-batch; with alpha = 0 train as FedAvg."""
+    """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
-    received, ahead = site.load("model"), Ahead(task.params["alpha"], fedavg.fit_of(task).lr)
-    return fedavg.trained(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
+    received, ahead = site.load("model"), Ahead(task.params["alpha"], fedavg.fit_from_task(task).lr)
+    return fedavg.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
 def check(task: Task, site: Site) -> EvaluationSums:
-    """Adapt the received model on the device's examples, then evaluate it on the held-out share."""
+    """Adapt the received model to the device's examples and evaluate the adapted model."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
-        fit = replace(fedavg.fit_of(task), lr=alpha, epochs=epochs)
+        fit = replace(fedavg.fit_from_task(task), lr=alpha, epochs=epochs)
         model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
     return site.engine.evaluate(task.params["network"], model, site.held)
 

@@ -1,15 +1,15 @@
-"""pFedMe: personal models on the Moreau envelope of the global one.
+"""pFedMe: personal models on the Moreau envelope of the global model.
 
 Paper: Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020
-(arXiv 2006.08848), Algorithm 1: for every mini-batch D of a device, with w its copy of the global model,
+(arXiv 2006.08848), Algorithm 1. For every mini-batch D of a device, with w its copy of the global model,
 
-    theta ~ argmin f(theta; D) + lambda/2 |theta - w|^2   by K gradient steps,     w <- w - eta lambda (w - theta)
+    theta ~ argmin f_D(theta) + lambda/2 |theta - w|^2   by K gradient steps,     w <- w - eta lambda (w - theta)
 
-and at the end of a round w <- (1 - beta) w + beta mean_k w_k. theta stays on the device, and evaluation there
-uses it.
+and at the end of a round w <- (1 - beta) w + beta mean_k w_k. The personal model theta stays on the device, and
+evaluation on the device uses theta.
 
-Deviations: K is a number of steps, not a wanted precision; theta continues from one mini-batch to the next, and
-begins a round at w, as in the authors' own code. Statistics of batch normalisation are theta's and are averaged.
+Deviations: K is a number of steps, not a precision. theta continues from one mini-batch to the next, and starts a round
+at w, as in the authors' code. Batch norm statistics are those of theta and are averaged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fedquilt.core import (
     Step,
     Task,
     Tensors,
-    adds_up,
-    checked_by,
-    expects,
-    same_for_all,
+    with_common_task,
+    with_mergeable_accumulators,
+    with_update_check,
+    with_update_schema,
 )
 from fedquilt.methods import ditto, fedavg
 
@@ -57,12 +57,12 @@ class Params(fedavg.Params):
 
 
 class Envelope:
-    """Steps of training, and the moving w: the anchor "w", which belongs to this method."""
+    """Training steps of theta, and w as the anchor "w", which moves towards theta."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
         self._w: Mapping[str, Any] = {}  # set with the first mini-batch
-        self.steps = (Step(penalty=self.penalty, begin=self._next), *[Step(penalty=self.penalty)] * (inner - 1))
+        self.steps = (Step(penalty=self.penalty, begin=self._update_w), *[Step(penalty=self.penalty)] * (inner - 1))
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the proximal term lambda/2 |theta - w|^2."""
@@ -70,8 +70,7 @@ class Envelope:
             self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
         return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
 
-    def _next(self, module: Any) -> None:
-        """Move w towards the theta of the last mini-batch, before the next one begins."""
+    def _update_w(self, module: Any) -> None:
         import torch
 
         with torch.no_grad():
@@ -88,37 +87,41 @@ class Envelope:
         }
 
 
-@same_for_all
+@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training with K steps per mini-batch and one more copy of the model."""
-    return fedavg.training_order(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
+    """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
+    return fedavg.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
     """Train theta and w together, return w and keep theta on the device."""
     received = site.load("model")
     envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
-    answer = fedavg.trained(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
+    answer = fedavg.train_from(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
     theta = answer.bundles["model"]
     return replace(answer, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
 
 
-def require(state: fedavg.State, update: Contribution) -> None:
-    """Check an update as FedAvg does, and that it counts as much as any other.
+def validate_update(state: fedavg.State, update: Contribution) -> None:
+    """Validate an update as in FedAvg, and its weight, which is 1 for every device.
 
     Raises:
-        UpdateError: it does not.
+        UpdateError: If the update is invalid or has another weight.
     """
-    fedavg.require_one(update)
-    fedavg.require(state, update)
+    fedavg.require_unit_weight(update)
+    fedavg.validate_update(state, update)
 
 
-@adds_up(fedavg.Sum, fedavg.sound)
-@expects(fedavg.whole)
-@checked_by(require)
+@with_mergeable_accumulators(fedavg.Sum, fedavg.validate_site_sums)
+@with_update_schema(fedavg.full_model_schema)
+@with_update_check(validate_update)
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """Add an update; every device counts alike. Errors as of `require`."""
-    require(state, update)
+    """Add an update to the sums, with the same weight for every device.
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
+    """
+    validate_update(state, update)
     return fedavg.fold(state, so_far, update)
 
 
@@ -126,10 +129,10 @@ def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
     """Move the global model by beta towards the mean of the devices' w."""
     if total is None:
         return state
-    model, beta = fedavg.mean(total), state.params["beta"]
+    model, beta = fedavg.weighted_mean(total), state.params["beta"]
     for name in fedavg.trained_names(state):
         model[name] = (1 - beta) * state.model[name] + beta * model[name]
-    return replace(state, model=fedavg.cast(model, state.model))
+    return replace(state, model=fedavg.cast_like(model, state.model))
 
 
 METHOD = replace(

@@ -1,26 +1,26 @@
-"""Robust aggregation: median, trimmed mean, Krum, Multi-Krum, norm clipping and bucketing, in place of FedAvg's mean.
+"""Robust aggregation: median, trimmed mean, Krum, Multi-Krum, norm clipping and bucketing.
 
 Papers: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017
-(arXiv 1703.02757), sections 4 and 5: with n updates of which f may be anything, Krum takes the one with the least
-sum of squared distances to its n - f - 2 nearest others; Multi-Krum the mean of the n - f best. Yin et al.,
-Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018 (arXiv 1803.01498),
-Definitions 1 and 2: of every value the median, or the mean without the f largest and the f smallest. Sun et al., Can
-You Really Backdoor Federated Learning? (arXiv 1911.07963), section 4: changes longer than a norm are shortened to it
-(`clipped`). Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022
-(arXiv 2006.09365), Algorithm 1: a rule gets means of `bucket` updates drawn at random, which differ less than the
-updates where devices have different data.
+(arXiv 1703.02757), sections 4 and 5. With n updates of which f are arbitrary, Krum selects the update with the least
+sum of squared distances to its n - f - 2 nearest neighbours, and Multi-Krum averages the n - f best updates. Yin et
+al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018 (arXiv 1803.01498),
+Definitions 1 and 2: the median of every value, or the mean without the f largest and the f smallest. Sun et al., Can
+You Really Backdoor Federated Learning? (arXiv 1911.07963), section 4: changes longer than a norm are clipped to the
+norm (`clipped`). Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022
+(arXiv 2006.09365), Algorithm 1: a rule receives means of `bucket` updates drawn at random, which differ less than
+single updates if devices have different data.
 
-What each rule stops and what not is measured in docs/security.md.
+docs/security.md has measurements of which attacks each rule stops.
 
-These rules need all updates of a round at once: the coordinator holds up to `most` models in memory, and beside them
-one block of 65,536 values of each. Krum compares every two updates: n^2 / 2 passes over a model. Of more devices
-`most` count, drawn by the job's seed. Other methods that need all updates at once hold them likewise (`hold`).
+These rules need all updates of a round at once: the coordinator holds up to `most` models in memory, and a block of
+65,536 values of each. Krum compares every two updates, n^2 / 2 passes over a model. With more devices, `most` of them
+count, drawn by the job's seed. Other methods that need all updates at once use the same function (`collect_update`).
 
-Deviations: models replace gradients, as usual with local epochs. f is a share of the updates that came, rounded
-down; the log says where that is 0. No update counts more for the examples that it claims. Counters and running
-statistics of batch normalisation take the median with every rule, and are no part of distances and norms: an attacker
-could send an honest model with a variance of its choice. A job whose rounds may close with too few updates for the
-rule is refused; if a round has too few all the same, it changes nothing, and the log says so.
+Deviations: models replace gradients, as usual with local epochs. f is a share of the received updates, rounded down,
+and the log reports an f of 0. Updates are not weighted by the examples that they claim. Counters and running statistics
+of batch normalisation take the median with every rule, and are no part of distances and norms: otherwise an attacker
+could send an honest model with any variance. A job whose rounds may close with too few updates for the rule is refused.
+A round with too few updates changes nothing, and the log reports it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Bundle, Contribution, Tensors, derive_seed, expects
+from fedquilt.core import Bundle, Contribution, Tensors, derive_seed, with_update_schema
 from fedquilt.methods import fedavg
 from fedquilt.models import robust
 
 ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
 
 
-def wrong(share: float, updates: int) -> int:
-    """f: number of updates that may be arbitrary, of `updates` in all."""
+def assumed_attackers(share: float, updates: int) -> int:
+    """Return f, the number of updates assumed to be arbitrary."""
     return int(share * updates + 1e-9)
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the rule with its assumed attackers."""
+    """FedAvg's parameters, the aggregation rule and the assumed share of attackers."""
 
     rule: Literal["trimmed_mean", "median", "krum", "multi_krum", "clipped"] = "trimmed_mean"
     attackers: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2  # f / n: share of a round's updates that may be arbitrary
@@ -58,23 +58,23 @@ class Params(fedavg.Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self._tolerates(self.most):
-            f, rows = wrong(self.attackers, self.most), "updates" if self.bucket == 1 else "buckets"
+            f, rows = assumed_attackers(self.attackers, self.most), "updates" if self.bucket == 1 else "buckets"
             raise ValueError(
                 f"most = {self.most}, bucket = {self.bucket}, attackers = {self.attackers:g}: {self.rule} wants more "
                 f"than {'2 f + 2' if 'krum' in self.rule else '2 f'} {rows}, and f is {f} here"
             )
 
-    def least(self) -> int:
-        """Fewest updates of which a round can be made: the rule tolerates attackers among so many and more."""
+    def minimum_updates(self) -> int:
+        """Return the fewest updates with which the rule tolerates the assumed attackers."""
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
-        return robust.tolerates(self.rule, updates, wrong(self.attackers, updates), self.bucket)
+        return robust.tolerates_attackers(self.rule, updates, assumed_attackers(self.attackers, updates), self.bucket)
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """Global model, and sentences on the last round."""
+    """Global model, and log sentences on the last round."""
 
     seed: int
     told: tuple[str, ...] = ()
@@ -82,25 +82,27 @@ class State(fedavg.State):
 
 @dataclass(frozen=True)
 class Held:
-    """Updates of a round by device, and the number of further devices that answered."""
+    """Updates of a round by device, and the number of updates that were left out."""
 
     sent: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
     round: int = 0
 
-    def told(self, what: str) -> list[str]:
-        """One sentence if any updates were left out, else none."""
+    def left_out_note(self, what: str) -> list[str]:
+        """Return one sentence if any updates were left out, otherwise none."""
         return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
 
 
-def hold(so_far: Held | None, update: Contribution, name: str, like: Tensors, most: int, seed: int) -> Held:
-    """Add an update's bundle of a name; beyond `most`, those drawn by `seed` stay, whatever the order of arrival.
+def collect_update(so_far: Held | None, update: Contribution, name: str, like: Tensors, most: int, seed: int) -> Held:
+    """Add an update's bundle. Beyond `most` updates, a draw by `seed` decides which stay.
+
+    The draw does not depend on the order of arrival.
 
     Raises:
-        UpdateError: a tensor's name, shape or type differs from `like`, or a number is out of range.
+        UpdateError: If a tensor's name, shape or type differs from `like`, or a number is out of range.
     """
     sent = update.bundles.get(name, {})
-    tensors.require_same(sent, like)
+    tensors.require_addable(sent, like)
     held = {**(so_far.sent if so_far else {}), update.device: sent}
     left_out = so_far.left_out if so_far else 0
     if len(held) <= most:
@@ -110,14 +112,14 @@ def hold(so_far: Held | None, update: Contribution, name: str, like: Tensors, mo
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Start from the bundle's model; the seed draws which updates are held, and the buckets."""
+    """Return the first state. The seed draws the updates that count, and the buckets."""
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
-@expects(fedavg.whole)
+@with_update_schema(fedavg.full_model_schema)
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
-    """Hold an update, up to `most` of a round."""
-    return hold(so_far, update, "model", state.model, state.params["most"], state.seed)
+    """Collect an update, for up to `most` devices in a round."""
+    return collect_update(so_far, update, "model", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
@@ -125,43 +127,42 @@ def step(state: State, total: Held | None) -> State:
     if total is None:
         return state
     devices, rule, size = sorted(total.sent), state.params["rule"], state.params["bucket"]
-    f = wrong(state.params["attackers"], len(devices))
-    told = total.told("updates")
-    if not robust.tolerates(rule, len(devices), f, size):
+    f = assumed_attackers(state.params["attackers"], len(devices))
+    told = total.left_out_note("updates")
+    if not robust.tolerates_attackers(rule, len(devices), f, size):
         few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
         return replace(state, told=(*told, few))
     if rule in ASSUMING and state.params["attackers"] and not f:
         told.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
     groups = None
     if size > 1:
-        groups = robust.buckets(len(devices), size, tensors.rng(state.seed, "buckets", total.round))
+        groups = robust.draw_buckets(len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round))
     updates = [total.sent[device] for device in devices]
     rows, learned = robust.Rows(updates, groups), fedavg.trained_names(state)
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
-    merged, sentence = _merged(state, rows, learned, f, called)
+    merged, sentence = _apply_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
     model = {**merged, **robust.median(robust.Rows(updates), others)}
     return replace(state, model={name: model[name] for name in state.model}, told=(*told, *sentence))
 
 
-def _merged(
+def _apply_rule(
     state: State, rows: robust.Rows, names: list[str], f: int, called: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The rule's aggregate of the learned tensors, and sentences on whom it took."""
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
         return robust.trimmed_mean(rows, names, f), []
     if rule == "median":
         return robust.median(rows, names), []
     if rule == "clipped":
-        lengths = robust.norms(rows, names, state.model)
+        lengths = robust.difference_norms(rows, names, state.model)
         radius = radius or float(np.median(lengths))
         cut = int((lengths > radius).sum())
         sentence = f"{cut} of {len(rows)} changes were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
         return robust.clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
     count = 1 if rule == "krum" else len(rows) - f
     best = sorted(np.argsort(robust.krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return robust.mean(rows, names, best), [f"{rule} took {', '.join(called[index] for index in best)}"]
+    return robust.mean_of_rows(rows, names, best), [f"{rule} took {', '.join(called[index] for index in best)}"]
 
 
 METHOD = replace(

@@ -1,4 +1,4 @@
-"""SCAFFOLD: each step is corrected by how the device's gradients differ from the federation's.
+"""SCAFFOLD: control variates correct each local step for the drift between devices.
 
 Paper: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
 (arXiv 1910.06378), Algorithm 1 with option II for the control variates:
@@ -6,16 +6,16 @@ Paper: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federat
     y <- y - eta_l (g(y) - c_i + c),   c_i+ = c_i - c + (x - y) / (K eta_l)
     x <- x + eta_g mean(y - x),        c <- c + 1/N sum (c_i+ - c_i)
 
-Deviations: the coordinator computes c_i+ - c_i = (x - y) / (K eta_l) - c from the model it
-receives, so an upload is one model, not two, and c_i never leaves the device (the coordinator could add up
-the differences in either case). N is the number of devices that have taken part so far unless `devices`
-gives it. Batch norm's statistics have no variate and are averaged. A device that has lost its c_i counts
-as a new one.
+Deviations: the coordinator computes c_i+ - c_i = (x - y) / (K eta_l) - c from the received model, so that an upload is
+one model instead of two, and c_i never leaves the device. N is the number of devices that have taken part so far,
+unless `devices` is given. Batch norm statistics have no control variate and are averaged. A device that has lost its
+c_i counts as a new device.
 
-The codec "topk" is refused. It sends a few entries of y at a time, each with its change over several rounds, so
-(x - y) / (K eta_l) of the received y is 0 for most entries and many times the gradient for the others. As variates
-these steps mislead: tried on the demo's digits, 74.2 % after 20 rounds where plain averaging has 84.7 %; with both
-sides' variates from the received y it falls from round to round. "fp16" and "int8" give the results of "raw".
+The codec "topk" is refused. It sends a few entries of y at a time, each with its change over several rounds, so that
+(x - y) / (K eta_l) of the received y is 0 for most entries and many times the gradient for the others. Such control
+variates mislead: on the demo's digits the accuracy is 74.2 % after 20 rounds, compared with 84.7 % for plain averaging.
+With both sides' variates from the received y the accuracy falls from round to round. "fp16" and "int8" give the results
+of "raw".
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    adds_up,
-    checked_by,
-    expects,
-    same_for_all,
+    with_common_task,
+    with_mergeable_accumulators,
+    with_update_check,
+    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -52,7 +52,7 @@ TOPK: Final = (
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the server's."""
+    """FedAvg's parameters, the server's learning rate and the number of devices."""
 
     server_lr: Annotated[float, Meta(gt=0)] = 1.0  # eta_g: 1 takes the mean of the devices' models
     devices: Annotated[int, Meta(ge=0)] = 0  # N: devices in the federation; 0: those that have taken part
@@ -80,84 +80,92 @@ class Sum(fedavg.Sum):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start from the bundle's model with control variates of 0."""
+    """Return the first state, with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
     control = {name: np.zeros_like(begun.model[name]) for name in fedavg.trained_names(begun)}
     return State(**vars(begun), control=control, known=0)
 
 
-@same_for_all
+@with_common_task
 def send(state: State, device: DeviceView) -> Order:
-    """Order training with the server's control variate and one more copy of the model."""
-    return fedavg.training_order(state, {"model": state.model, "control": state.control}, anchors=2)
+    """Return the task spec to train with the server's control variate and one more copy in memory."""
+    return fedavg.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train with each gradient corrected by c - c_i; the new c_i stays on the device."""
+    """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
     own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
-    tensors.require_like(own, control)
+    tensors.require_matching(own, control)
     shift = {name: control[name] - own[name] for name in control}
     correction = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
-    answer = fedavg.trained(task, site, received, correction)
-    model, path = answer.bundles["model"], answer.metrics["steps"] * fedavg.fit_of(task).lr
+    answer = fedavg.train_from(task, site, received, correction)
+    model, path = answer.bundles["model"], answer.metrics["steps"] * fedavg.fit_from_task(task).lr
     kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
-def sound(state: State, total: Sum, weight: float) -> None:
-    """Check a site's sums; raises UpdateError as `fedavg.sound`, for the slopes too, and where too many are new."""
-    fedavg.sound(state, total, weight)
-    exact.require(total.slopes, state.control, weight)
+def validate_site_sums(state: State, total: Sum, weight: float) -> None:
+    """Validate the sums of a site before they are merged.
+
+    Raises:
+        UpdateError: If the sums are invalid as in FedAvg, or if there are more new devices than devices.
+    """
+    fedavg.validate_site_sums(state, total, weight)
+    exact.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new <= weight:
         raise UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
 
 
-def require(state: State, update: Contribution) -> None:
-    """Check an update as FedAvg does, and that it says how far its device went, and whether for the first time.
+def validate_update(state: State, update: Contribution) -> None:
+    """Validate an update as in FedAvg, its steps, and whether the device is new.
 
     Raises:
-        UpdateError: it does not.
+        UpdateError: If the update is invalid, or lacks the metric "steps" or "new".
     """
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
-    fedavg.steps_of(update)
-    fedavg.require_one(update)
-    fedavg.require(state, update)
+    fedavg.reported_steps(update)
+    fedavg.require_unit_weight(update)
+    fedavg.validate_update(state, update)
 
 
-@adds_up(Sum, sound)
-@expects(fedavg.whole)
-@checked_by(require)
+@with_mergeable_accumulators(Sum, validate_site_sums)
+@with_update_schema(fedavg.full_model_schema)
+@with_update_check(validate_update)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update's model, and its mean gradient recovered from the path x - y, in place; errors as of `require`."""
-    require(state, update)
-    path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
+    """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l).
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
+    """
+    validate_update(state, update)
+    path = fedavg.reported_steps(update) * fedavg.learning_rate(state.params, update.round)
     so_far = so_far or Sum()
     total, slopes = dict(so_far.total), dict(so_far.slopes)
     for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
-        total[name] = exact.add(total.get(name), given)
+        total[name] = exact.add_to_sum(total.get(name), given)
         if name in state.control:
-            slopes[name] = exact.add(slopes.get(name), (state.model[name].astype(np.float64) - given) / path)
-    return Sum(total, so_far.weights.plus(1.0), slopes, so_far.new + int(update.metrics["new"]))
+            slopes[name] = exact.add_to_sum(slopes.get(name), (state.model[name].astype(np.float64) - given) / path)
+    return Sum(total, so_far.weights.add_numbers(1.0), slopes, so_far.new + int(update.metrics["new"]))
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Average the models and update the server's control variate, one tensor after the other."""
+    """Average the models and update the server's control variate c (Algorithm 1)."""
     if total is None:
         return state
     before = max(state.known, state.params["devices"])
     after = max(state.known + total.new, state.params["devices"])
-    weight, rate, like = total.weight, state.params["server_lr"], tensors.shapes(state.model)
+    weight, rate, like = total.weight, state.params["server_lr"], tensors.tensor_shapes(state.model)
     model, control = {}, {}
     for name in state.control:
         old = state.control[name].astype(np.float64)
         # the mean of all c_i: those of the round have moved by their slope less c
-        moved = (before * old + total.slopes.pop(name).value() - weight * old) / after
+        moved = (before * old + total.slopes.pop(name).rounded_value() - weight * old) / after
         control[name] = np.asarray(moved).astype(like[name].dtype)
     for name in state.model:
-        mean = fedavg.divided(total.total.pop(name), weight)
+        mean = fedavg.divide_sum(total.total.pop(name), weight)
         if name in control:
             mean = (1 - rate) * state.model[name] + rate * mean
         model[name] = np.asarray(mean).astype(like[name].dtype)

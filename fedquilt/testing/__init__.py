@@ -1,1 +1,1 @@
-"""Test tools for packages that add to fedquilt: conformance of methods, toy networks, fake boards."""
+"""Test tools for plug-in packages: conformance checks, toy networks, fake boards."""

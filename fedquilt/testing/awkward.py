@@ -1,4 +1,6 @@
-"""Networks that are hard on methods: each has tensors whose role neither a name nor a shape shows. Imports torch.
+"""Networks that are difficult for methods: no name or shape shows the role of a tensor.
+
+This module imports torch.
 
 A network's name is `fedquilt.testing.awkward:<function>`. All take (inputs, classes); tokens and maps are made of the
 inputs, so that the same examples serve all of them.
@@ -17,7 +19,7 @@ WIDTH: Final = 8
 
 
 def root_parameter(inputs: int, classes: int, drop: float = 0.5, root: bool = True) -> nn.Module:
-    """Return a network with dropout and batch norm in a module that has a parameter of its own."""
+    """Return a network with dropout and batch norm, and with `root` a parameter of the root module."""
     return _RootParameter(inputs, classes, drop, root)
 
 
@@ -48,12 +50,12 @@ def maps(inputs: int, classes: int) -> nn.Module:
 
 
 def typed(inputs: int, classes: int) -> nn.Module:
-    """Return a network with buffers of whole numbers, of float16, and of counts that change."""
+    """Return a network with int and float16 buffers, two of which change in training."""
     return _Typed(inputs, classes)
 
 
 def normalised(inputs: int, classes: int) -> nn.Module:
-    """One LayerNorm at two depths, a weight made of two parameters, and batch norm without parameters."""
+    """Return a network with a LayerNorm at two depths, weight norm, and batch norm without weights."""
     return _Normalised(inputs, classes)
 
 

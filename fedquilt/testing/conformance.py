@@ -1,6 +1,6 @@
-"""Conformance of methods: plain functions that take a method's name and raise AssertionError.
+"""Conformance checks of methods: functions of a method's name that raise AssertionError.
 
-A package with a method calls them in its own tests, or runs `fedquilt conformance NAME`:
+A package with a method calls the checks in its own tests, or runs `fedquilt conformance NAME`:
 
     @pytest.mark.parametrize("check", conformance.CHECKS)
     def test_conformance(check):
@@ -34,8 +34,8 @@ from fedquilt.core import (
     ModelError,
     Site,
     UpdateError,
+    mergeable_type,
     shorten_error,
-    summed,
 )
 from fedquilt.on_disk import Scratch
 from fedquilt.testing.scenes import (
@@ -43,83 +43,86 @@ from fedquilt.testing.scenes import (
     NETWORKS,
     Folded,
     Skipped,
-    asked,
-    by_memory,
-    known,
-    packed,
-    pictured,
-    played,
-    prepared,
-    scene,
-    torch_engine,
+    as_images,
+    depends_on_memory,
+    make_scene,
+    make_torch_engine,
+    packed_states,
+    prepare_bundle,
+    record_run,
+    training_params,
+    with_targets,
 )
-from fedquilt.testing.spoiled import require_alike, spoiled
-from fedquilt.testing.toys import learners, members
-from fedquilt.testing.toys import play as run_of
+from fedquilt.testing.spoiled import corrupted_updates, require_identical
+from fedquilt.testing.toys import image_members, point_members
+from fedquilt.testing.toys import run_method as run_of
 
 # -- the same again -------------------------------------------------------------------------------
 
 
-def the_same_seed_gives_the_same_bits_and_another_order_of_devices_too(name: str) -> None:
-    """After every round, with the devices listed the other way round; and a round changes something."""
-    here, run, _, _ = played(name)
+def run_is_reproducible(name: str) -> None:
+    """Assert that all states are bit-identical when the devices are listed in reverse order.
+
+    A round must change the state.
+    """
+    here, run, _, _ = record_run(name)
     turned = replace(here, budgets=here.budgets[::-1])  # taken in turn: each device keeps its own
-    assert packed(turned.play(devices=here.devices[::-1])) == packed(run)
-    assert len(set(packed(run))) == len(run) > 1
+    assert packed_states(turned.run_rounds(devices=here.devices[::-1])) == packed_states(run)
+    assert len(set(packed_states(run))) == len(run) > 1
 
 
-def a_run_goes_on_from_any_round_as_if_it_had_not_stopped(name: str) -> None:
-    """At every round the state goes through storage, as at a restart, and every one ends in the same bits."""
-    here, run, _, _ = played(name)
+def run_resumes_from_any_round(name: str) -> None:
+    """Assert that packing and unpacking the state before each step does not change the run."""
+    here, run, _, _ = record_run(name)
 
     def step(state: Any, total: Any) -> Any:
-        return here.method.step(tensors.unpack(tensors.pack(state), here.method.state), total)
+        return here.method.step(tensors.unpack_state(tensors.pack_state(state), here.method.state), total)
 
-    assert packed(here.play(method=replace(here.method, step=step))) == packed(run)
+    assert packed_states(here.run_rounds(method=replace(here.method, step=step))) == packed_states(run)
 
 
-def a_checkpoint_is_the_state_in_every_bit(name: str) -> None:
-    """Packed, unpacked and packed again, in each of its phases; what it yields is the same as well."""
-    here, run, _, _ = played(name)
+def state_survives_packing(name: str) -> None:
+    """Assert that each packed and unpacked state is bit-identical, with equal `done` and `explain`."""
+    here, run, _, _ = record_run(name)
     for state in run:
-        again: Any = tensors.unpack(tensors.pack(state), here.method.state)
-        assert tensors.pack(again) == tensors.pack(state)
+        again: Any = tensors.unpack_state(tensors.pack_state(state), here.method.state)
+        assert tensors.pack_state(again) == tensors.pack_state(state)
         assert here.method.done(again) == here.method.done(state)
         assert here.method.explain(again) == here.method.explain(state)
 
 
-def folding_and_stepping_change_no_state(name: str) -> None:
-    """A state is a value: what was folded into and stepped from is as it was."""
-    here, run, folded, _ = played(name)
-    before = packed(run)
+def fold_and_step_keep_state(name: str) -> None:
+    """Assert that `fold` and `step` do not modify the state that they receive."""
+    here, run, folded, _ = record_run(name)
+    before = packed_states(run)
     for state, update in folded[:4]:
         here.method.step(state, here.method.fold(state, None, update))
-    assert packed(run) == before
+    assert packed_states(run) == before
 
 
 # -- on other networks ----------------------------------------------------------------------------
 
 
-def a_run_on_any_network_goes_on_from_the_store_in_type_and_shape(
-    name: str, network: str, unfit: bool | None = None
-) -> None:
-    """Three rounds; before each the state is put into the store and read from it, and is what it was.
+def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> None:
+    """Assert that a run works on another network, with each state stored and read again.
 
-    A method that wants another network says so by a named error as the run begins.
+    A method that does not support the network must raise a ModelError at the start of the run.
 
     Args:
-        name: of the method.
-        network: one of NETWORKS.
-        unfit: whether the method refuses it; None: either.
+        name: The name of the method.
+        network: One of NETWORKS.
+        unfit: Whether the method must reject the network, or None if both are permitted.
     """
-    method, engine = methods.load(name), torch_engine()
+    method, engine = methods.load(name), make_torch_engine()
     if "onnx" in method.engines:
         raise Skipped("this method stitches donors and trains no network")
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "home") as store:
-        _on(name, method, engine, prepared(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network])
+        _require_run_on_network(
+            name, method, engine, prepare_bundle(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network]
+        )
 
 
-def _on(
+def _require_run_on_network(
     name: str,
     method: Method,
     engine: Any,
@@ -128,22 +131,24 @@ def _on(
     unfit: bool | None,
     network: Mapping[str, Any],
 ) -> None:
-    given, refused = known(method.params), ""
-    task = metrics.task_of(network)
+    given, refused = training_params(method.params), ""
+    task = metrics.task_from_network(network)
     there: list[Any] = []
 
-    def stepped(state: Any, total: Any) -> Any:
+    def step_through_store(state: Any, total: Any) -> Any:
         after = method.step(state, total)
-        ref = store.depot.put(tensors.pack(after))
-        path = store.depot.path(ref.sha256)
+        ref = store.depot.store_bytes(tensors.pack_state(after))
+        path = store.depot.blob_path(ref.sha256)
         assert path is not None
-        there.append(tensors.unpack(path.read_bytes(), method.state))
-        require_alike(there[-1], after)
+        there.append(tensors.unpack_state(path.read_bytes(), method.state))
+        require_identical(there[-1], after)
         return there[-1]
 
-    double = replace(method, step=stepped)
-    devices = [replace(each, train=pictured(each.train), held=pictured(each.held)) for each in learners()]
-    devices = [replace(each, train=asked(each.train, task), held=asked(each.held, task)) for each in devices]
+    double = replace(method, step=step_through_store)
+    devices = [replace(each, train=as_images(each.train), held=as_images(each.held)) for each in point_members()]
+    devices = [
+        replace(each, train=with_targets(each.train, task), held=with_targets(each.held, task)) for each in devices
+    ]
     if task not in method.tasks:
         told = ""
         try:
@@ -162,8 +167,8 @@ def _on(
         return
     first, *_, last = run_of(name, bundle, devices, given, engine=engine, method=double, seed=3, rounds=3)
     assert len(there) == 3
-    require_alike(tensors.unpack(tensors.pack(first), method.state), first)
-    assert tensors.pack(last) != tensors.pack(first)
+    require_identical(tensors.unpack_state(tensors.pack_state(first), method.state), first)
+    assert tensors.pack_state(last) != tensors.pack_state(first)
     for array in method.result(last).tensors.values():
         assert isinstance(array, np.ndarray)
 
@@ -171,13 +176,16 @@ def _on(
 # -- by 16 bits -----------------------------------------------------------------------------------
 
 
-def updates_go_up_in_16_bits_unless_the_method_is_exact(name: str) -> None:
-    """Two rounds; the first folds raw updates' names, types and shapes, and their values but for a little."""
-    here, _, folded, _ = played(name)
+def updates_work_in_16_bits(name: str) -> None:
+    """Assert that updates with the codec fp16 arrive with small errors, unless the method is exact.
+
+    Jobs of an exact method must be refused with this codec.
+    """
+    here, _, folded, _ = record_run(name)
     if here.method.exact:
         refused = ""
         try:
-            settings.parse({"name": "j", "method": here.name, "wire": {"codec": "fp16"}})
+            settings.parse_job({"name": "j", "method": here.name, "wire": {"codec": "fp16"}})
         except JobError as error:
             refused = str(error)
         assert "may not be rounded" in refused, "its jobs take a codec that rounds"
@@ -188,7 +196,7 @@ def updates_go_up_in_16_bits_unless_the_method_is_exact(name: str) -> None:
         seen[update.round, update.device] = (state, update)
         return here.method.fold(state, so_far, update)
 
-    coded = here.play(method=replace(here.method, fold=fold), rounds=2, wire={"codec": "fp16"})
+    coded = here.run_rounds(method=replace(here.method, fold=fold), rounds=2, wire={"codec": "fp16"})
     assert len(coded) == 3
     first = [update for _, update in folded if update.round == 0]
     assert {update.device for update in first} == {device for round, device in seen if round == 0} != set()
@@ -206,39 +214,40 @@ def updates_go_up_in_16_bits_unless_the_method_is_exact(name: str) -> None:
 # -- what may not be folded -----------------------------------------------------------------------
 
 
-def an_update_that_is_not_what_was_asked_for_is_refused(name: str) -> None:
-    """NaN, infinity, another type, too large, a missing tensor, another shape, no bundle: each by an UpdateError.
+def invalid_updates_are_rejected(name: str) -> None:
+    """Assert that `fold` rejects invalid updates with UpdateError and keeps its accumulator.
 
-    A further tensor is refused as well, or else counts for nothing.
+    Invalid are NaN, infinity, another dtype, too large values, missing tensors or bundles, and other shapes. An
+    additional tensor may also be ignored.
     """
-    here, _, folded, _ = played(name)
+    here, _, folded, _ = record_run(name)
     refused = 0
     phases = {getattr(state, "phase", ""): (state, update) for state, update in folded if update.bundles}
     for state, update in phases.values():
         sum_of_one = here.method.fold(state, None, update)
-        good = tensors.pack(sum_of_one)
-        for what, bad in spoiled(update):
+        good = tensors.pack_state(sum_of_one)
+        for what, bad in corrupted_updates(update):
             try:
                 total = here.method.fold(state, None, bad)
             except UpdateError:
                 refused += 1
             else:
                 assert "stranger" in what, f"folded, though {what}"
-                assert tensors.pack(total) == good, what
+                assert tensors.pack_state(total) == good, what
                 continue
             with contextlib.suppress(UpdateError):
                 here.method.fold(state, sum_of_one, replace(bad, device="zz-another"))
-            assert tensors.pack(sum_of_one) == good, f"a refused update is in the sum: {what}"
+            assert tensors.pack_state(sum_of_one) == good, f"a refused update is in the sum: {what}"
     assert refused >= 6 or not phases  # a method that sends no tensors has none to refuse
 
 
-def what_adds_up_does_so_in_any_order_and_in_groups(name: str) -> None:
-    """Each round's updates in turn, backwards, and as two sites' sums that were stored and merged: the same bits.
+def accumulators_merge_in_any_order(name: str) -> None:
+    """Assert that updates in any order and merged accumulators give bit-identical states.
 
     Raises:
-        Skipped: the method's sums depend on the order of devices (`core.adds_up`).
+        Skipped: If the accumulators of the method depend on the order of devices.
     """
-    here, _, folded, _ = played(name)
+    here, _, folded, _ = record_run(name)
     fold, added = here.method.fold, 0
 
     def total(updates: Sequence[Contribution]) -> Any:
@@ -247,63 +256,63 @@ def what_adds_up_does_so_in_any_order_and_in_groups(name: str) -> None:
     for number in sorted({update.round for _, update in folded}):
         state = next(state for state, update in folded if update.round == number)
         updates = [update for _, update in folded if update.round == number]
-        if (kind := summed(fold, state)) is None:
+        if (kind := mergeable_type(fold, state)) is None:
             continue
         added += 1
-        wanted = tensors.pack(here.method.step(state, total(updates)))
-        assert tensors.pack(here.method.step(state, total(updates[::-1]))) == wanted, "another order, other bits"
-        one, *others = (tensors.pack(total(some)) for some in (updates[1::2], updates[::2]) if some)
-        merged: Any = tensors.unpack(one, kind)
+        wanted = tensors.pack_state(here.method.step(state, total(updates)))
+        assert tensors.pack_state(here.method.step(state, total(updates[::-1]))) == wanted, "another order, other bits"
+        one, *others = (tensors.pack_state(total(some)) for some in (updates[1::2], updates[::2]) if some)
+        merged: Any = tensors.unpack_state(one, kind)
         for other in others:
-            merged = exact.join(merged, tensors.unpack(other, kind))
-        assert tensors.pack(here.method.step(state, merged)) == wanted, "other groups, other bits"
+            merged = exact.merge_accumulators(merged, tensors.unpack_state(other, kind))
+        assert tensors.pack_state(here.method.step(state, merged)) == wanted, "other groups, other bits"
     if not added:
         raise Skipped("its sums are made in sorted order of devices, and are not merged")
 
 
-def a_state_and_sums_on_the_disk_come_to_the_same_bits(name: str) -> None:
-    """Each round with tensors of the state that are read where they are used, as a coordinator has large ones."""
-    here, _, folded, _ = played(name)
+def state_on_disk_gives_same_result(name: str) -> None:
+    """Assert that states and sums on the disk give bit-identical results."""
+    here, _, folded, _ = record_run(name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
         for number in sorted({update.round for _, update in folded}):
             state = next(state for state, update in folded if update.round == number)
             updates = [update for _, update in folded if update.round == number]
-            tensor_files.write(path, *tensors.parts(state))
+            tensor_files.write_safetensors(path, *tensors.split_state(state))
             apart = tensor_files.read_state(path, type(state), lazy_bytes=1)
             here.method.send(apart, DeviceView("a", None))
-            with exact.laid(Scratch(folder, least=1) if summed(here.method.fold, apart) else None):
+            with exact.sums_on_disk(Scratch(folder, least=1) if mergeable_type(here.method.fold, apart) else None):
                 total = reduce(lambda so_far, update: here.method.fold(apart, so_far, update), updates, None)
                 found = here.method.step(apart, total)
             wanted = reduce(lambda so_far, update: here.method.fold(state, so_far, update), updates, None)
-            assert tensors.pack(found) == tensors.pack(here.method.step(state, wanted)), f"round {number}"
+            assert tensors.pack_state(found) == tensors.pack_state(here.method.step(state, wanted)), f"round {number}"
 
 
-def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: int = 0) -> None:
-    """Three devices or twelve: the same bytes of arrays, and a name at most for each device beside them.
+def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
+    """Assert that the accumulators of three and of twelve devices have arrays of equal size.
 
     Args:
-        name: of the method.
-        each_bytes: bytes that the method has to keep for each device.
+        name: The name of the method.
+        each_bytes: The bytes that the method must keep for each device.
 
     Raises:
-        Skipped: the method says that it keeps something for each device (`Method.keeps`), and no `each_bytes` is given.
+        Skipped: If the method declares data for each device (`Method.keeps`) and `each_bytes` is 0.
     """
-    here = scene(name)
+    here = make_scene(name)
     if here.method.keeps and not each_bytes:
         raise Skipped(f"by its own account a round keeps {here.method.keeps}")
     arrays, beside = [], []
     for count in (3, 12):
-        devices = (members if "onnx" in here.method.engines else learners)(count)
+        devices = (image_members if "onnx" in here.method.engines else point_members)(count)
         most: dict[str, tuple[int, int]] = {}
 
         def step(state: Any, total: Any, most: dict[str, tuple[int, int]] = most) -> Any:
-            payload = tensors.pack(total)
-            size = tensors.total_bytes([tensors.decode(payload)])
+            payload = tensors.pack_state(total)
+            size = tensors.total_bytes([tensors.decode_tensors(payload)])
             most["arrays"] = max(most.get("arrays", (0, 0)), (size, len(payload)))
             return here.method.step(state, total)
 
-        here.play(method=replace(here.method, step=step), devices=devices)
+        here.run_rounds(method=replace(here.method, step=step), devices=devices)
         size, whole = most["arrays"]
         arrays.append(size)
         beside.append(whole - size)
@@ -314,64 +323,64 @@ def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: i
 # -- what stays -----------------------------------------------------------------------------------
 
 
-def nothing_private_is_in_an_update(name: str) -> None:
-    """No array that a device has kept from its last round is in the bytes it sends, in any round."""
-    _, _, _, worked = played(name)
+def update_contains_no_private_state(name: str) -> None:
+    """Assert that no array of a device's private state is contained in the device's update."""
+    _, _, _, worked = record_run(name)
     for site, answer in worked:
-        sent = b"".join(tensors.encode(bundle) for bundle in answer.bundles.values())
+        sent = b"".join(tensors.encode_tensors(bundle) for bundle in answer.bundles.values())
         for kept, array in site.local.items():
             if array.size > 2 and len(np.unique(array)) > 1:  # zeros are found anywhere
                 assert array.tobytes() not in sent, f"{name} sends {kept}"
         assert answer.bundles.keys().isdisjoint({"local", "private"})
 
 
-def what_is_received_is_left_as_it_was(name: str) -> None:
-    """A client half makes new arrays: neither its private state nor the device's examples change under it."""
-    here = scene(name)
+def client_half_keeps_inputs(name: str) -> None:
+    """Assert that `work` does not modify the private state or the examples of a device."""
+    here = make_scene(name)
 
     def work(task: Any, site: Site) -> Answer:
-        before = tensors.encode(site.local), site.train.x.tobytes(), site.train.y.tobytes()
+        before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
         answer = here.method.work(task, site)
-        assert (tensors.encode(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
+        assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
         return answer
 
-    here.play(method=replace(here.method, work=work), rounds=2)
+    here.run_rounds(method=replace(here.method, work=work), rounds=2)
 
 
 # -- all of them ----------------------------------------------------------------------------------
 
 CHECKS: Final[tuple[Callable[[str], None], ...]] = (
-    the_same_seed_gives_the_same_bits_and_another_order_of_devices_too,
-    a_run_goes_on_from_any_round_as_if_it_had_not_stopped,
-    a_checkpoint_is_the_state_in_every_bit,
-    folding_and_stepping_change_no_state,
-    updates_go_up_in_16_bits_unless_the_method_is_exact,
-    an_update_that_is_not_what_was_asked_for_is_refused,
-    what_adds_up_does_so_in_any_order_and_in_groups,
-    a_state_and_sums_on_the_disk_come_to_the_same_bits,
-    what_a_round_adds_up_does_not_grow_with_its_devices,
-    nothing_private_is_in_an_update,
-    what_is_received_is_left_as_it_was,
+    run_is_reproducible,
+    run_resumes_from_any_round,
+    state_survives_packing,
+    fold_and_step_keep_state,
+    updates_work_in_16_bits,
+    invalid_updates_are_rejected,
+    accumulators_merge_in_any_order,
+    state_on_disk_gives_same_result,
+    accumulator_does_not_grow,
+    update_contains_no_private_state,
+    client_half_keeps_inputs,
 )
 """What is checked of a method by its name; one that goes by memory is checked again with MIXED behind it."""
 
 
-def run(name: str) -> Iterator[tuple[str, str, str]]:
-    """Run every check on a method: (the check in words, "passed", "skipped" or "failed", reason).
+def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
+    """Run all checks on a method. Yield title, "passed", "skipped" or "failed", and reason of each.
 
     Raises:
-        JobError: there is no such method, or it cannot be imported.
+        JobError: If the method does not exist or cannot be imported.
     """
     methods.load(name)
-    kinds = [name, *([f"{name}{MIXED}"] if by_memory(name) else [])]
+    kinds = [name, *([f"{name}{MIXED}"] if depends_on_memory(name) else [])]
     todo: list[tuple[str, Callable[[], None]]] = []
     for kind in kinds:
         on = " (mixed fleet)" if kind != name else ""
-        todo += [(f"{_words(check)}{on}", partial(check, kind)) for check in CHECKS]
-    on_any = a_run_on_any_network_goes_on_from_the_store_in_type_and_shape
-    todo += [(f"{_words(on_any)} ({network})", partial(on_any, name, network)) for network in NETWORKS]
+        todo += [(f"{_check_title(check)}{on}", partial(check, kind)) for check in CHECKS]
+    on_any = run_works_on_network
+    todo += [(f"{_check_title(on_any)} ({network})", partial(on_any, name, network)) for network in NETWORKS]
     for number, (words, check) in enumerate(todo):
-        progress.LINE.part(f"{name}: {words}", number, len(todo))
+        progress.LINE.set_part(f"{name}: {words}", number, len(todo))
         try:
             check()
         except Skipped as reason:
@@ -387,7 +396,7 @@ def run(name: str) -> Iterator[tuple[str, str, str]]:
             yield words, "passed", ""
 
 
-def _words(check: Callable[..., None]) -> str:
+def _check_title(check: Callable[..., None]) -> str:
     return check.__name__.replace("_", " ")
 
 

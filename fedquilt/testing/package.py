@@ -1,4 +1,4 @@
-"""`fedquilt conformance`: the checks on one method, or on everything that an installed package offers."""
+"""Implementation of `fedquilt conformance`: checks of a method or of a package's plug-ins."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from fedquilt.testing import conformance
 BUDGET_BYTES = 1 << 40
 
 
-def lines(name: str) -> Iterator[tuple[bool, str]]:
-    """Check a method by its name or `module:name`, or everything in a package's entry points.
+def check_package(name: str) -> Iterator[tuple[bool, str]]:
+    """Check a method, or all plug-ins of an installed package.
 
     Yields:
-        Whether it is correct, and a line that says so.
+        Whether a check has passed, and a line with the result.
 
     Raises:
-        JobError: there is no such method or package.
+        JobError: If there is no such method or package.
     """
-    given = plugins.of_package(name)
+    given = plugins.package_plugins(name)
     if not given:
-        yield from _method(name)
+        yield from _check_method(name)
         return
-    ours = {"method": methods.names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
+    ours = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
     for plugin in given:
         try:
-            plugins.find(plugin.kind, plugin.name, ours.get(plugin.kind, ()))
+            plugins.find_plugin(plugin.kind, plugin.name, ours.get(plugin.kind, ()))
         except JobError as error:
             yield False, f"failed   {error}"
             continue
         if plugin.kind == "method":
-            yield from _method(plugin.name)
+            yield from _check_method(plugin.name)
         else:
-            yield _loads(plugin)
+            yield _check_plugin(plugin)
 
 
-def _method(name: str) -> Iterator[tuple[bool, str]]:
+def _check_method(name: str) -> Iterator[tuple[bool, str]]:
     yield True, f"method {name}:"
-    for words, how, why in conformance.run(name):
+    for words, how, why in conformance.run_checks(name):
         yield how != "failed", f"  {how:8} {words}" + (f": {why}" if why else "")
 
 
-def _loads(plugin: plugins.Plugin) -> tuple[bool, str]:
-    """Check a plug-in that is no method, as far as possible without a job: that it is of its kind."""
+def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
     tries: dict[str, Callable[[], object]] = {
-        "network": lambda: registry.require_callable(plugin.name, plugins.imported(plugin)),
-        "data": lambda: [outside.open_(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")],
-        "meter": lambda: devices.meter(plugin.name).read(0.0),
-        "engine": lambda: engines.make(plugin.name, BUDGET_BYTES).close(),
+        "network": lambda: registry.require_callable(plugin.name, plugins.import_plugin(plugin)),
+        "data": lambda: [
+            outside.open_plugin_data(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")
+        ],
+        "meter": lambda: devices.create_meter(plugin.name).read(0.0),
+        "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
     try:
         tries[plugin.kind]()

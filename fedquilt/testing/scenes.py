@@ -1,7 +1,7 @@
-"""Scenes for conformance tests: toys that fit a method, and one whole run of it.
+"""Scenarios of conformance checks: toy data for a method, and one complete run.
 
-A method that trains gets a small network and devices with points; one that runs blocks gets toy donors. One that
-depends on a device's memory is run a second time, on a network of three stages and devices of three tiers.
+A method that trains gets a small network and devices with points. A method that runs blocks gets toy donors. A method
+that depends on a device's memory is run a second time, on a network of three stages and devices of three tiers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from fedquilt import methods, tensors
 from fedquilt.core import Answer, Bundle, Contribution, Examples, Method, Profile, Site
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import SMALL, build, learners, members, remembered, toy_bundle
-from fedquilt.testing.toys import play as run_of
+from fedquilt.testing.toys import SMALL, build_donors, image_members, point_members, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toys import run_method as run_of
 from fedquilt.tools.artefacts import prepare as artefacts
 from fedquilt.tools.simulation import Member
 
@@ -45,20 +45,20 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 class Skipped(Exception):
-    """A check that does not apply to a method, or lacks a package; the message says why."""
+    """Exception of a check that does not apply to a method or lacks a package."""
 
 
-def by_memory(name: str) -> bool:
-    """Whether a method has a parameter with a value for each of the five tiers."""
+def depends_on_memory(name: str) -> bool:
+    """Return whether a method has a parameter with a value for each of the five memory tiers."""
     defaults = [field.default for field in fields(methods.load(name).params)]
     return any(isinstance(default, tuple) and len(default) == 5 for default in defaults)
 
 
-def torch_engine() -> Any:
-    """Torch engine with room for everything.
+def make_torch_engine() -> Any:
+    """Return a torch engine with an unlimited memory budget.
 
     Raises:
-        Skipped: torch is not installed.
+        Skipped: If torch is not installed.
     """
     try:
         from fedquilt.edge_agent.engines.torch_engine import TorchEngine
@@ -67,15 +67,15 @@ def torch_engine() -> Any:
     return TorchEngine(AMPLE, base_bytes=0)
 
 
-def known(params: type) -> dict[str, Any]:
-    """TRAINING, reduced to the parameters that a method has."""
+def training_params(params: type) -> dict[str, Any]:
+    """Return the entries of TRAINING that are parameters of a method."""
     there = {field.name for field in fields(params)}
     return {key: value for key, value in TRAINING.items() if key in there}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Method with the toys for its run."""
+    """Method with toy data, devices and parameters for a run."""
 
     name: str
     method: Method
@@ -91,10 +91,10 @@ class Scene:
         """Parameters of the method for this scene."""
         return self.method.params(**self.given)
 
-    def play(
+    def run_rounds(
         self, *, method: Method | None = None, devices: list[Member] | None = None, rounds: int = 0, **table: Any
     ) -> list[Any]:
-        """Run the method; returns the states before the first round and after each."""
+        """Run the method and return its states before the first round and after each round."""
         return run_of(
             self.name,
             self.bundle,
@@ -109,44 +109,44 @@ class Scene:
         )
 
 
-def scene(name: str) -> Scene:
-    """Method on toys that fit it, as small as possible; with the suffix MIXED on a mixed fleet.
+def make_scene(name: str) -> Scene:
+    """Return the smallest scenario for a method. The suffix MIXED selects a mixed fleet.
 
     Raises:
-        JobError: there is no such method.
-        Skipped: it needs torch, which is not installed.
+        JobError: If there is no such method.
+        Skipped: If the method requires torch and torch is not installed.
     """
     plain = name.removesuffix(MIXED)
     method = methods.load(plain)
     if "onnx" in method.engines:
-        bundle, runner = build()
+        bundle, runner = build_donors()
         there = {field.name for field in fields(method.params)}
         small = {key: value for key, value in SMALL.items() if key in there}
-        return Scene(plain, method, bundle, runner, members(), small, rounds=1000)  # ends by itself
+        return Scene(plain, method, bundle, runner, image_members(), small, rounds=1000)  # ends by itself
     if "numpy" in method.engines:
         engine: Any = NumpyEngine(AMPLE, base_bytes=0)
     else:
-        engine = torch_engine()
-    params = known(method.params)
+        engine = make_torch_engine()
+    params = training_params(method.params)
     if name.endswith(MIXED):
-        return Scene(plain, method, deep(), engine, learners(), params, ROUNDS, BUDGETS)
-    return Scene(plain, method, toy_bundle(), engine, learners(), params, ROUNDS)
+        return Scene(plain, method, deep_bundle(), engine, point_members(), params, ROUNDS, BUDGETS)
+    return Scene(plain, method, toy_bundle(), engine, point_members(), params, ROUNDS)
 
 
-def profile(budget_bytes: int) -> Profile:
-    """Profile of a device with that much memory."""
+def device_profile(budget_bytes: int) -> Profile:
+    """Return the profile of a device with a memory budget."""
     return Profile(
         device="a", board="b", memory_bytes=budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
     )
 
 
-def deep() -> Bundle:
-    """Bundle of a network with three layers of neurons before the classifier."""
+def deep_bundle() -> Bundle:
+    """Return the bundle of a network with three hidden layers before the classifier."""
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import trace
 
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4, 4], "classes": 3}
-    module = registry.load(network)
+    module = registry.load_network(network)
     model = {key: value.numpy() for key, value in module.state_dict().items()}
     return toy_bundle(network, model, trace.trace_plan(module))
 
@@ -157,11 +157,16 @@ Folded = dict[tuple[int, str], tuple[Any, Contribution]]
 
 
 @cache
-def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]], list[tuple[Site, Answer]]]:
-    """One run: its states, each update with the state it was folded into, and each task's site and answer."""
+def record_run(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]], list[tuple[Site, Answer]]]:
+    """Run a scenario and record all values of the run. Runs are cached by name.
+
+    Returns:
+        The scenario, the states, each update with the state into which it was folded, and the site and answer of each
+        task.
+    """
     folded: Folded = {}
     worked: list[tuple[Site, Answer]] = []
-    here = scene(name)
+    here = make_scene(name)
 
     def fold(state: Any, so_far: Any, update: Contribution) -> Any:
         folded[update.round, update.device] = (state, update)
@@ -169,27 +174,26 @@ def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]],
 
     def work(task: Any, site: Site) -> Answer:
         answer = here.method.work(task, site)
-        worked.append((remembered(task, site), answer))
+        worked.append((with_loaded_tensors(task, site), answer))
         return answer
 
-    states = here.play(method=replace(here.method, fold=fold, work=work))
+    states = here.run_rounds(method=replace(here.method, fold=fold, work=work))
     return here, states, [folded[key] for key in sorted(folded)], worked
 
 
-def packed(run: list[Any]) -> list[bytes]:
-    """Packed states of a run, as bytes."""
-    return [tensors.pack(state) for state in run]
+def packed_states(run: list[Any]) -> list[bytes]:
+    return [tensors.pack_state(state) for state in run]
 
 
-def prepared(network: dict[str, Any], folder: Path) -> Bundle:
-    """Bundle of a network, as `fedquilt prepare` makes it."""
+def prepare_bundle(network: dict[str, Any], folder: Path) -> Bundle:
+    """Return the bundle of a network, as made by `fedquilt prepare`."""
     job = {"model": {key: value for key, value in network.items() if key != "input"}, "input": network.get("input")}
-    bundle = artefacts.prepare({key: value for key, value in job.items() if value}, folder / "bundle")
+    bundle = artefacts.prepare_bundle({key: value for key, value in job.items() if value}, folder / "bundle")
     return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods hold still what is not
 
 
-def asked(examples: Examples, task: str) -> Examples:
-    """Examples with targets of another task, made from their classes."""
+def with_targets(examples: Examples, task: str) -> Examples:
+    """Return the examples with targets for a task kind, derived from their classes."""
     if task == "regression":
         return Examples(examples.x, np.stack([examples.y, -examples.y], axis=1).astype(np.float32))
     if task == "labels":
@@ -197,8 +201,8 @@ def asked(examples: Examples, task: str) -> Examples:
     return examples
 
 
-def pictured(examples: Examples) -> Examples:
-    """Points of six values as pictures of 8 x 8 pixels."""
+def as_images(examples: Examples) -> Examples:
+    """Return points of six values as images of 8 x 8 pixels."""
     pixels = np.zeros((len(examples), 64), np.float32)
     pixels[:, : examples.x.shape[1]] = examples.x
     return Examples(pixels.reshape(-1, 8, 8), examples.y)

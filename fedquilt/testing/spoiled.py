@@ -1,4 +1,4 @@
-"""Spoiled updates, each with one thing wrong, and comparison to the bit: for `fedquilt.testing.conformance`."""
+"""Corrupted updates with one error each, and comparison of values bit for bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from fedquilt.core import Contribution
 
 
-def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
-    """Yield the update with one thing wrong, in each of its bundles' tensors in turn."""
+def corrupted_updates(update: Contribution) -> Iterator[tuple[str, Contribution]]:
+    """Yield copies of an update with one error each, and a description of the error."""
 
-    def put(bundle: str, name: str, array: np.ndarray | None) -> Contribution:
+    def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> Contribution:
         held = {**update.bundles[bundle], name: array}
         kept = {key: value for key, value in held.items() if value is not None}
         return replace(update, bundles={**update.bundles, bundle: kept})
@@ -22,19 +22,19 @@ def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
     for bundle, held in update.bundles.items():
         for name, array in held.items():
             if array.dtype.kind == "f" and array.size:
-                yield f"{bundle}/{name} is NaN", put(bundle, name, _with(array, np.nan))
-                yield f"{bundle}/{name} is infinite", put(bundle, name, _with(array, np.inf))
-            for odd, other in strange(array):
-                yield f"{bundle}/{name} {odd}", put(bundle, name, other)
-            yield f"{bundle}/{name} is missing", put(bundle, name, None)
-            yield f"{bundle}/{name} is longer", put(bundle, name, _longer(array))
-        yield f"{bundle} has a stranger", put(bundle, "stranger", np.zeros(1, np.float32))
+                yield f"{bundle}/{name} is NaN", replace_tensor(bundle, name, _with_first_value(array, np.nan))
+                yield f"{bundle}/{name} is infinite", replace_tensor(bundle, name, _with_first_value(array, np.inf))
+            for odd, other in invalid_arrays(array):
+                yield f"{bundle}/{name} {odd}", replace_tensor(bundle, name, other)
+            yield f"{bundle}/{name} is missing", replace_tensor(bundle, name, None)
+            yield f"{bundle}/{name} is longer", replace_tensor(bundle, name, _repeat_array(array))
+        yield f"{bundle} has a stranger", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
         without = {key: value for key, value in update.bundles.items() if key != bundle}
         yield f"{bundle} is absent", replace(update, bundles=without)
 
 
-def strange(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield finite arrays of another type, or beyond the bounds for sums."""
+def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield copies of an array with another dtype or with too large values, and descriptions."""
     floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
     for kind in (*floats, *integers):
         if array.dtype != kind:
@@ -47,19 +47,18 @@ def strange(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield "is below 0", np.full_like(array, -1)
 
 
-def _with(array: np.ndarray, value: float) -> np.ndarray:
-    """Copy with another first number."""
+def _with_first_value(array: np.ndarray, value: float) -> np.ndarray:
     changed = array.copy()
     changed.reshape(-1)[0] = value
     return changed
 
 
-def _longer(array: np.ndarray) -> np.ndarray:
+def _repeat_array(array: np.ndarray) -> np.ndarray:
     return np.concatenate([array.reshape(1, -1), array.reshape(1, -1)], axis=1).reshape(-1)
 
 
-def require_alike(found: Any, wanted: Any, at: str = "state") -> None:
-    """Assert the same values, and of every array the same dtype, shape and bits."""
+def require_identical(found: Any, wanted: Any, at: str = "state") -> None:
+    """Assert that two values are equal, and all arrays equal in dtype, shape and bits."""
     assert not isinstance(wanted, np.generic), f"{at}: arithmetic has made a scalar of an array"
     assert isinstance(found, np.ndarray) == isinstance(wanted, np.ndarray), at
     if isinstance(wanted, np.ndarray):
@@ -67,12 +66,12 @@ def require_alike(found: Any, wanted: Any, at: str = "state") -> None:
     elif is_dataclass(wanted):
         assert type(found) is type(wanted), at
         for field in fields(wanted):
-            require_alike(getattr(found, field.name), getattr(wanted, field.name), f"{at}.{field.name}")
+            require_identical(getattr(found, field.name), getattr(wanted, field.name), f"{at}.{field.name}")
     elif isinstance(wanted, dict):
         assert list(found) == list(wanted), at
         for key in wanted:
-            require_alike(found[key], wanted[key], f"{at}[{key!r}]")
+            require_identical(found[key], wanted[key], f"{at}[{key!r}]")
     elif isinstance(wanted, tuple):
         assert len(found) == len(wanted), at
         for index, each in enumerate(wanted):
-            require_alike(found[index], each, f"{at}[{index}]")
+            require_identical(found[index], each, f"{at}[{index}]")

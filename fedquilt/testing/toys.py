@@ -1,4 +1,4 @@
-"""Toy donors whose blocks are numpy functions, toy networks to train, and devices with examples for either."""
+"""Toy donors with numpy functions as blocks, toy networks, and devices with examples for both."""
 
 from __future__ import annotations
 
@@ -30,31 +30,35 @@ SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "scr
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def blob(payload: bytes) -> BlobRef:
-    """Reference of a content."""
+def blob_ref(payload: bytes) -> BlobRef:
+    """Return the reference of a content."""
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
-def files(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, BlobRef]:
-    """Files of a bundle, as references to the encoded tensors."""
-    return {name: blob(tensors.encode(part)) for name, part in parts.items()}
+def bundle_files(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, BlobRef]:
+    """Return the files of a bundle, as references to the encoded tensors."""
+    return {name: blob_ref(tensors.encode_tensors(part)) for name, part in parts.items()}
 
 
-def folder(place: Path, made: Bundle) -> Path:
-    """Write a bundle as `fedquilt prepare` does. A toy graph's file holds its name, any other its tensors."""
+def write_bundle(place: Path, made: Bundle) -> Path:
+    """Write a bundle to a folder as `fedquilt prepare` does, and return the folder.
+
+    The file of a toy graph contains the graph's name, any other file its tensors.
+    """
     contents = {
-        name: name.encode() if name.endswith(".onnx") else tensors.encode(made.load(name)) for name in made.files
+        name: name.encode() if name.endswith(".onnx") else tensors.encode_tensors(made.load(name))
+        for name in made.files
     }
-    bundle.write(place, made.meta, contents)
+    bundle.write_bundle(place, made.meta, contents)
     return place
 
 
-def job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> Job:
-    """Job called "local"; its name is part of every seed drawn."""
-    return settings.parse({"name": "local", "method": method, "params": dict(params), **table})
+def make_job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> Job:
+    """Return a job with the name "local", which is part of every seed drawn."""
+    return settings.parse_job({"name": "local", "method": method, "params": dict(params), **table})
 
 
-def play(
+def run_method(
     name: str,
     made: Bundle,
     members: Iterable[Member],
@@ -65,26 +69,26 @@ def play(
     observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
     **table: Any,
 ) -> list[Any]:
-    """States of a method before the first round and after each, from the coordinator's rounds in this process.
+    """Run a method in this process and return its states before the first round and after each.
 
     Args:
-        name: of the method.
-        made: bundle.
-        members: devices with their examples.
-        params: of the method.
-        engine: shared by all devices.
-        method: the method itself, or a test's double of it; None: looked up by name.
-        observe: called whenever there is a new state.
-        table: further keys of the job.
+        name: The name of the method.
+        made: The bundle.
+        members: The devices with their examples.
+        params: The parameters of the method.
+        engine: The engine shared by all devices.
+        method: A replacement of the method, or None to use the method of this name.
+        observe: A function that is called at each new state.
+        table: Further keys of the job.
 
     Raises:
-        JobError: the run has failed; gives the reason.
+        JobError: If the run fails.
     """
     with tempfile.TemporaryDirectory() as place:
         return list(
-            simulated.states(
-                job(name, params, **table),
-                folder(Path(place), made),
+            simulated.iterate_states(
+                make_job(name, params, **table),
+                write_bundle(Path(place), made),
                 members,
                 load=methods.load if method is None else lambda name: method,
                 engine=engine,
@@ -93,17 +97,17 @@ def play(
         )
 
 
-def given(method: Method, order: Order | None, member: Member, engine: Any, **options: Any) -> tuple[Task, Site]:
-    """Task and site of an order on a device: see `hands.delivered`. Its tensors are in memory, it has no graphs."""
+def deliver_task(method: Method, order: Order | None, member: Member, engine: Any, **options: Any) -> tuple[Task, Site]:
+    """Return task and site of a task on a device, with tensors in memory and without graphs."""
     assert order is not None
     with tempfile.TemporaryDirectory() as place:
         told = {"path": lambda ref: Path(ref.sha256), **options}
-        task, site = hands.delivered(method, order, member, Path(place), engine=engine, **told)
-        return task, remembered(task, site)
+        task, site = hands.make_task_and_context(method, order, member, Path(place), engine=engine, **told)
+        return task, with_loaded_tensors(task, site)
 
 
-def remembered(task: Task, site: Site) -> Site:
-    """Site whose tensors stay when their files are gone."""
+def with_loaded_tensors(task: Task, site: Site) -> Site:
+    """Return a copy of a site with all tensors in memory, which outlive their files."""
     held = {name: site.load(name) for name in task.bundles if not name.endswith(".onnx")}
     return replace(site, load=lambda name: dict(held[name]))
 
@@ -112,9 +116,9 @@ def remembered(task: Task, site: Site) -> Site:
 
 
 class FakeRunner:
-    """Runner whose graphs are numpy functions; counts how often each has run.
+    """Runner with numpy functions as graphs, which counts the runs of each graph.
 
-    A graph's file holds only the graph's name, and is found by that name or by its content's digest.
+    The file of a graph contains only the graph's name. A graph is found by its name or by the digest of its content.
     """
 
     name = "onnx"
@@ -122,40 +126,36 @@ class FakeRunner:
 
     def __init__(self, graphs: dict[str, Callable[[np.ndarray], np.ndarray]]) -> None:
         self.graphs, self.runs = graphs, dict.fromkeys(graphs, 0)
-        self._names = {blob(name.encode()).sha256: name for name in graphs}
+        self._names = {blob_ref(name.encode()).sha256: name for name in graphs}
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """Always 64 examples."""
         return 64
 
-    def make_room(self, size: int) -> None:
-        """Do nothing: no graph takes memory."""
+    def make_room(self, size: int) -> None: ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """Apply the graph's function to x, and count it."""
         name = self._names.get(graph.name, graph.name)
         self.runs[name] += 1
         return self.graphs[name](x).astype(np.float32)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
-def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
-    """Random 3x3 convolution with ReLU, (n, before, h, w) -> (n, after, h, w), halved in size with `pool`."""
+def make_convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a random 3x3 convolution with ReLU, which halves the image size with `pool`."""
     kernel = np.random.default_rng(seed).normal(size=(after, before, 3, 3)) / np.sqrt(9 * before)
 
     def run(x: np.ndarray) -> np.ndarray:
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
         maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
-        return images.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+        return images.resize_maps(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
 
     return run
 
 
-def classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Random classifier on the maps' means, (n, width, h, w) -> (n, classes)."""
+def make_classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a random linear classifier on the channel means, (n, width, h, w) -> (n, classes)."""
     weights = np.random.default_rng(seed).normal(size=(width, classes))
     return lambda x: x.mean(axis=(2, 3)) @ weights
 
@@ -163,8 +163,8 @@ def classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np
 DONORS = {"ash": ((4, False), (6, True), (6, False)), "elm": ((5, True), (5, False)), "fir": ((4, True), (8, False))}
 
 
-def build() -> tuple[Bundle, FakeRunner]:
-    """Bundle of three donors for 8x8 images, each of two to three convolutions and a classifier, and their runner."""
+def build_donors() -> tuple[Bundle, FakeRunner]:
+    """Return a bundle of three small donors for 8x8 images, and a runner of their graphs."""
     meta: dict[str, Any] = {
         "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]},
         "labels": ["a", "b", "c"],
@@ -180,10 +180,10 @@ def build() -> tuple[Bundle, FakeRunner]:
                 width, pool = layers[index]
                 size = shape[1] // 2 if pool else shape[1]
                 out: tuple[int, ...] = (width, size, size)
-                graphs[f"{name}.onnx"] = convolution(seed, shape[0], width, pool)
+                graphs[f"{name}.onnx"] = make_convolution(seed, shape[0], width, pool)
             else:
                 out = (3,)
-                graphs[f"{name}.onnx"] = classifier(seed, shape[0], 3)
+                graphs[f"{name}.onnx"] = make_classifier(seed, shape[0], 3)
             meta["blocks"][name] = {
                 "donor": donor,
                 "index": index,
@@ -203,11 +203,11 @@ def build() -> tuple[Bundle, FakeRunner]:
             "classes": 3,
             **({"align": [[0], [1], [2]]} if donor != "fir" else {}),
         }
-    return Bundle(meta, {name: blob(name.encode()) for name in graphs}, lambda name: {}), FakeRunner(graphs)
+    return Bundle(meta, {name: blob_ref(name.encode()) for name in graphs}, lambda name: {}), FakeRunner(graphs)
 
 
-def members(count: int = 4, examples: int = 60) -> list[Member]:
-    """Devices with noisy pictures of three templates, each in a mixture of its own."""
+def image_members(count: int = 4, examples: int = 60) -> list[Member]:
+    """Return devices with noisy images of three templates, in a different mixture on each."""
     draws = np.random.default_rng(7)
     templates = draws.uniform(0, 255, size=(3, 8, 8))
     found = []
@@ -241,14 +241,14 @@ def toy_bundle(
 ) -> Bundle:
     """Return a bundle of a network to train, by default a small one for the numpy engine.
 
-    With `kinds` the network need not exist: its tensors are of these kinds, and parameters where none is given.
+    With `kinds` the network need not exist. Tensors that are not in `kinds` are parameters.
     """
-    start = numpy_engine.init(MLP, 0) if model is None else model
+    start = numpy_engine.init_tensors(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
-    parts = {"model": start, **({"masks": {"json": masks.to_array(plan)}} if plan else {})}
+    parts = {"model": start, **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {})}
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
     meta |= register_entry(network or MLP) if kinds is None else {"register": register_of_kinds(start, kinds)}
-    return Bundle(meta, files(parts), lambda name: parts[name])
+    return Bundle(meta, bundle_files(parts), lambda name: parts[name])
 
 
 def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,11 +257,11 @@ def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     from fedquilt.models.networks import tensor_register
 
-    return {"register": tensor_register.of_table(network)}
+    return {"register": tensor_register.register_from_table(network)}
 
 
-def learners(count: int = 3, examples: int = 16) -> list[Member]:
-    """Devices with points labelled by the largest of three values, each in a mixture of its own."""
+def point_members(count: int = 3, examples: int = 16) -> list[Member]:
+    """Return devices with points of three classes, in a different mixture on each."""
     found = []
     for i in range(count):
         draws = np.random.default_rng(i)
@@ -272,8 +272,8 @@ def learners(count: int = 3, examples: int = 16) -> list[Member]:
     return found
 
 
-def pictures(path: Path, size: int) -> Path:
-    """Write an .npz of ten noisy templates of size x size pixels, for training and for a test."""
+def write_images(path: Path, size: int) -> Path:
+    """Write an .npz of noisy images of ten templates, 80 for training and 80 for tests."""
     draws = np.random.default_rng(0)
     templates = draws.uniform(0, 255, size=(10, size, size))
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Order of events on virtual time: who has received something, and who is due."""
+"""Scheduler of a simulation: endpoints with due times and arrived messages on virtual time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
 
 
 class Agenda:
-    """Due times of a simulation's endpoints."""
-
     def __init__(self) -> None:
         self._seats: list[tuple[MemoryLink, Endpoint]] = []
         self._due_s: list[float] = []  # by place
         self._places: dict[MemoryLink, int] = {}
         self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
 
-    def seat(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Take these endpoints in place of the earlier ones; new ones are due now."""
+    def set_endpoints(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
         known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
         self._seats = list(seats)
         self._places = {link: place for place, (link, _) in enumerate(self._seats)}
@@ -29,8 +26,8 @@ class Agenda:
         self._heap = [(due_s, place) for place, due_s in enumerate(self._due_s) if due_s < math.inf]
         heapq.heapify(self._heap)
 
-    def ready(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
-        """Places of the endpoints that have received messages or are due, ascending."""
+    def ready_indices(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
+        """Return the indices of the endpoints that are due or in `reached`, ascending."""
         found = {self._places[link] for link in reached if link in self._places}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, place = heapq.heappop(self._heap)
@@ -38,8 +35,7 @@ class Agenda:
                 found.add(place)
         return sorted(found)
 
-    def step(self, place: int, now_s: float) -> None:
-        """Step the endpoint of a place, unless it has finished."""
+    def step_endpoint(self, place: int, now_s: float) -> None:
         link, endpoint = self._seats[place]
         due_s = math.inf if endpoint.finished else endpoint.step(now_s)
         if endpoint.finished:
@@ -51,8 +47,7 @@ class Agenda:
             if due_s < math.inf:
                 heapq.heappush(self._heap, (due_s, place))
 
-    def next_s(self) -> float:
-        """Due time of the next endpoint."""
+    def next_due_s(self) -> float:
         while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

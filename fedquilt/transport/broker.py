@@ -1,7 +1,7 @@
-"""Address of a broker, and the files with its credentials.
+"""Address of a broker, and paths of the files with its credentials.
 
-`Broker` is the whole of a broker's settings; it holds no secret, only the names of files that do, read again at each
-attempt, so that renewed certificates and passwords need no restart.
+`Broker` contains all settings of a broker but no secrets: credentials are read from their files at each attempt to
+connect, so that renewed certificates and passwords require no restart.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from fedquilt.core import JobError
-from fedquilt.transport.mqtt_errors import why
+from fedquilt.transport.mqtt_errors import describe_exception
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 
 
 @dataclass(frozen=True)
 class Broker:
-    """Address, credentials and limits of a broker."""
-
     host: str
     port: int
     tls: bool = False
@@ -36,7 +34,7 @@ class Broker:
     max_payload: int | None = None  # bytes; None: as the broker announces, or a safe guess
 
     @classmethod
-    def parse(
+    def from_url(
         cls,
         url: str,
         *,
@@ -48,37 +46,37 @@ class Broker:
         session_expiry_s: int = 3600,
         max_payload: int | None = None,
     ) -> Broker:
-        """Check and combine a URL `mqtt[s]://[user@]host[:port]` and files.
+        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, after validation.
 
         Raises:
-            JobError: a URL, file or number is unusable.
+            JobError: If a URL, a file or a number is invalid.
         """
-        parts = _split(url)
+        parts = _split_url(url)
         broker = cls(
             host=parts.hostname or "",
             port=parts.port or PORTS[parts.scheme],
             tls=parts.scheme == "mqtts",
             user=unquote(parts.username) if parts.username else None,
-            password_file=_path(password_file),
-            ca=_path(ca),
-            cert=_path(cert),
-            key=_path(key),
+            password_file=_path_or_none(password_file),
+            ca=_path_or_none(ca),
+            cert=_path_or_none(cert),
+            key=_path_or_none(key),
             keepalive_s=keepalive_s,
             session_expiry_s=session_expiry_s,
             max_payload=max_payload,
         )
-        broker._check()
+        broker._validate()
         return broker
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
-    def password(self) -> str | None:
-        """First line of the password file; None without one.
+    def read_password(self) -> str | None:
+        """Return the first line of the password file, or None without a file.
 
         Raises:
-            JobError: it cannot be read, or is empty.
+            JobError: If the file cannot be read or is empty.
         """
         if self.password_file is None:
             return None
@@ -86,18 +84,18 @@ class Broker:
             with self.password_file.open(encoding="utf-8") as file:
                 password = file.readline().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"password file {self.password_file} cannot be read: {why(error)}") from None
+            raise JobError(f"password file {self.password_file} cannot be read: {describe_exception(error)}") from None
         if not password:
             raise JobError(f"password file {self.password_file} is empty: write the password on its first line")
         return password
 
-    def context(self) -> ssl.SSLContext:
-        """TLS context that verifies the broker, with this side's certificate if there is one.
+    def tls_context(self) -> ssl.SSLContext:
+        """Return a TLS context that verifies the broker, with the certificate of this side if any.
 
         Raises:
-            JobError: a certificate or key is unusable.
+            JobError: If a certificate or key cannot be used.
         """
-        if self.ca is not None and not _readable(self.ca):
+        if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:
             context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
@@ -106,18 +104,18 @@ class Broker:
         if self.cert is None or self.key is None:
             return context
         for what, path in (("certificate", self.cert), ("key", self.key)):
-            if not _readable(path):
+            if not _is_readable(path):
                 raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
         try:
-            context.load_cert_chain(str(self.cert), str(self.key), password=_no_passphrase)
+            context.load_cert_chain(str(self.cert), str(self.key), password=_refuse_passphrase)
         except ssl.SSLError as error:
             raise JobError(
-                f"certificate {self.cert} and key {self.key} cannot be used together ({why(error)}): "
+                f"certificate {self.cert} and key {self.key} cannot be used together ({describe_exception(error)}): "
                 "both must be PEM, and of one pair"
             ) from None
         return context
 
-    def _check(self) -> None:
+    def _validate(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise JobError("a certificate needs its key and a key its certificate: give both cert and key, or neither")
         if not self.tls and (self.ca or self.cert):
@@ -130,12 +128,12 @@ class Broker:
             raise JobError(f"session_expiry_s is {self.session_expiry_s}: it must be 0 to 4294967295 seconds")
         if self.max_payload is not None and not 2048 <= self.max_payload < 2**28:
             raise JobError(f"max_payload is {self.max_payload}: it must be 2048 to 268435455 bytes")
-        self.password()
+        self.read_password()
         if self.tls:
-            self.context()
+            self.tls_context()
 
 
-def _split(url: str) -> SplitResult:
+def _split_url(url: str) -> SplitResult:
     shown = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda found: found[0], url))
     form = "write mqtt[s]://[user@]host[:port]"
     try:
@@ -152,13 +150,13 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _path(given: str | Path | None) -> Path | None:
+def _path_or_none(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def _readable(path: Path) -> bool:
+def _is_readable(path: Path) -> bool:
     return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
-def _no_passphrase() -> str:
+def _refuse_passphrase() -> str:
     raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")

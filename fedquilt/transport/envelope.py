@@ -1,4 +1,4 @@
-"""Envelope of a message: the code and number that say who sent it, beside what is said.
+"""Signature of a message: session, number and authentication code around the payload.
 
 {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
 """
@@ -21,13 +21,12 @@ _FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":
 _NOTHING: Final = b"null"  # an empty message, which takes a task back
 
 
-def sealed(payload: bytes) -> bool:
-    """Whether a payload is in an envelope."""
+def is_signed(payload: bytes) -> bool:
     return _FORM.match(payload) is not None
 
 
-def inside(payload: bytes) -> bytes:
-    """What an envelope holds, unchecked: for observers. A payload without one is returned as it is."""
+def payload_without_check(payload: bytes) -> bytes:
+    """Return the payload of a signed message without verification, and other payloads as they are."""
     found = _FORM.match(payload)
     if found is None:
         return payload
@@ -35,17 +34,14 @@ def inside(payload: bytes) -> bytes:
     return b"" if said == _NOTHING else said
 
 
-def close(session: Session, topic: str, payload: bytes) -> bytes:
-    """A payload in an envelope of the session."""
+def sign_payload(session: Session, topic: str, payload: bytes) -> bytes:
     payload = payload or _NOTHING
-    number, code = session.closed(topic, payload)
+    number, code = session.sign(topic, payload)
     mac = binascii.b2a_base64(code, newline=False)
     return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
 
 
 class StrangeSessionError(WireError):
-    """A message of a session that this side does not have (any more)."""
-
     def __init__(self, session: str) -> None:
         super().__init__(
             "stale: it is sealed under another session than there is now: it is late, replayed, or of a second "
@@ -55,19 +51,17 @@ class StrangeSessionError(WireError):
 
 
 class UnsignedError(WireError):
-    """A message in no envelope."""
-
     def __init__(self) -> None:
         super().__init__("unsigned: the sender has no certificate, or an earlier version of fedquilt")
 
 
-def open(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """What an envelope holds, checked.
+def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
+    """Return a signed message with its bare payload, after verification.
 
     Raises:
-        UnsignedError: it is in no envelope.
-        StrangeSessionError: it is sealed under another session.
-        WireError: it is forged, replayed or oversized.
+        UnsignedError: If the message is not signed.
+        StrangeSessionError: If the message was signed in another session.
+        WireError: If the message is forged or replayed.
     """
     found = _FORM.match(message.payload)
     if found is None:
@@ -79,5 +73,5 @@ def open(session: Session | None, route: wire.Route, message: Message) -> Messag
     if session is None or found[2] != session.name.encode():
         raise StrangeSessionError(found[2].decode())
     said = message.payload[found.end() : -1]
-    session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    session.verify(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
     return message._replace(payload=b"" if said == _NOTHING else said)

@@ -1,16 +1,15 @@
-"""Agreement of coordinator and board on a secret key, through a broker that neither trusts.
+"""Key exchange of coordinator and device through a broker that neither trusts.
 
-Both hold a certificate of the fleet's authority. They shake hands by TLS 1.3, whose flights travel in messages, each
-in one; the coordinator then gives the board the key of a `Session` inside of that TLS connection, and the connection
-has served its purpose. What follows is only Python's own `ssl`: a board needs no other package, and its daemon holds
-no more memory than for the broker's TLS.
+Both have a certificate of the fleet's authority. They perform a TLS 1.3 handshake, each flight in one message. The
+coordinator then sends the key of a `Session` inside this TLS connection, which is not used afterwards. This requires
+only Python's own `ssl`: a device needs no other package and no more memory than for the broker's TLS.
 
-    board   ClientHello                            -> coordinator   flight 0
-    board <- ServerHello, certificate, Finished       coordinator   flight 1
-    board   certificate, Finished                  -> coordinator   flight 2
-    board <- the session's name and key               coordinator   flight 3
+    device   ClientHello                            -> coordinator   flight 0
+    device <- ServerHello, certificate, Finished       coordinator   flight 1
+    device   certificate, Finished                  -> coordinator   flight 2
+    device <- the session's name and key               coordinator   flight 3
 
-A flight that is replayed, changed or lost ends the attempt and nothing else.
+A flight that is replayed, changed or lost ends the attempt and has no other effect.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt_errors import OUT_OF_DATE, why
+from fedquilt.transport.mqtt_errors import OUT_OF_DATE, describe_exception
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
 SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
@@ -39,18 +38,18 @@ _ISSUE: Final = "`fedquilt ca issue coordinator` makes one, in place of an earli
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What the coordinator gives a board inside of TLS."""
-
     session: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
     key: bytes
     epoch: Count  # number of this start of the coordinator
 
 
 class Identity:
-    """One side's certificate and key, and the authority that the other's must be of. Renewed files are read anew.
+    """Certificate and key of this side, and the authority for the peer's certificate.
+
+    Changed files are read again.
 
     Raises:
-        JobError: there is no authority to check the other side by.
+        JobError: If there is no authority to verify the peer.
     """
 
     def __init__(self, broker: Broker) -> None:
@@ -62,66 +61,71 @@ class Identity:
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
         self._known: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by protocol, of files as they were
 
-    def board(self) -> Handshake:
-        """Begin as a board."""
-        return Handshake(self._context(ssl.PROTOCOL_TLS_CLIENT), server=False)
+    def start_as_device(self) -> Handshake:
+        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_CLIENT), server=False)
 
-    def coordinator(self) -> Handshake:
-        """Begin as the coordinator."""
-        return Handshake(self._context(ssl.PROTOCOL_TLS_SERVER), server=True)
+    def start_as_coordinator(self) -> Handshake:
+        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_SERVER), server=True)
 
-    def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS of a connection of its own: either side shows its certificate and checks the other's.
+    def tls_context(self, *, server: bool) -> ssl.SSLContext:
+        """Return the context of a TLS connection in which both sides verify certificates.
 
-        Whose that is, `peer_of` says: no host's name is checked.
+        No host name is checked. Use `common_name_of_peer` to identify the peer.
+
+        Whose that is, `common_name_of_peer` says: no host's name is checked.
         """
-        return self._context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
 
-    def require_coordinator(self) -> float:
-        """Check that boards will take this certificate for the coordinator's; returns its end, seconds since 1970.
+    def require_coordinator_certificate(self) -> float:
+        """Check that devices accept this certificate as the coordinator's.
+
+        Returns:
+            The end of the certificate, in seconds since 1970.
 
         Raises:
-            JobError: they will not; says what is wrong with it.
+            JobError: If devices would reject the certificate.
         """
-        ours = self.coordinator()
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        ours = self.start_as_coordinator()
+        context = self._cached_context(ssl.PROTOCOL_TLS_CLIENT)
         theirs = Handshake(context, server=False)
         try:
             theirs.step(ours.step(theirs.step(b"")))
         except WireError as error:
             raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE}") from None
-        if theirs.peer != COORDINATOR:
-            raise JobError(f"{self._cert} is the certificate of {theirs.peer!r}, not of {COORDINATOR!r}: {_ISSUE}")
-        return float(ssl.cert_time_to_seconds(theirs.ends))
+        if theirs.peer_name != COORDINATOR:
+            raise JobError(f"{self._cert} is the certificate of {theirs.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE}")
+        return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
 
-    def _context(self, protocol: int) -> ssl.SSLContext:
+    def _cached_context(self, protocol: int) -> ssl.SSLContext:
         try:
             files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
         except OSError as error:
-            raise JobError(f"{self._ca}, {self._cert} or {self._key} cannot be read: {why(error)}") from None
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
+            ) from None
         known = self._known.get(protocol)
         if known is None or known[0] != files:
-            known = self._known[protocol] = (files, self._read(protocol))
+            known = self._known[protocol] = (files, self._load_context(protocol))
         return known[1]
 
-    def _read(self, protocol: int) -> ssl.SSLContext:
+    def _load_context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # a peer is known by its common name, not by where it can be reached
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self._ca)
-            context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
+            context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
         except OSError as error:  # OpenSSL's own errors are some
-            raise JobError(f"{self._ca}, {self._cert} or {self._key} cannot be used: {why(error)}") from None
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
+            ) from None
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # nothing is resumed
         return context
 
 
 class Handshake:
-    """One side of an attempt."""
-
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self.attempt = secrets.token_hex(8)
         self.flight = 1 if server else 0  # the next that this side sends
@@ -130,10 +134,11 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Take a flight of the other side (b"": begin) and return the next of this side.
+        """Process a flight of the peer, b"" to begin, and return the next flight of this side.
 
         Raises:
-            WireError: it does not fit, or a certificate is not to be trusted; `alert` then has what is to be sent.
+            WireError: If the flight is invalid or a certificate is not trusted. `take_alert` then returns a message for
+                the peer.
         """
         self._in.write(flight)
         try:
@@ -142,57 +147,51 @@ class Handshake:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
-            raise WireError(_said(error)) from None
+            raise WireError(_describe_ssl_error(error)) from None
         return self._out.read()
 
-    def alert(self) -> bytes:
-        """What TLS says to the other side about an error; b"": nothing."""
+    def take_alert(self) -> bytes:
+        """Return the TLS alert for the peer after an error, or b"" if there is none."""
         return self._out.read()
 
-    def grant(self, epoch: int) -> tuple[Session, bytes]:
-        """A new session, and the flight that gives it to the board."""
+    def create_session(self, epoch: int) -> tuple[Session, bytes]:
         grant = Grant(secrets.token_hex(8), secrets.token_bytes(32), epoch)
         self._tls.write(msgspec.json.encode(grant))
         return Session(grant), self._out.read()
 
-    def granted(self, flight: bytes) -> Session:
-        """The session that the coordinator gives.
+    def session_from_flight(self, flight: bytes) -> Session:
+        """Return the session that the coordinator sends.
 
         Raises:
-            WireError: it gives none, or refuses this side's certificate.
+            WireError: If the flight contains no session, or rejects the certificate of this side.
         """
         self._in.write(flight)
         try:
             return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=Grant))
         except ssl.SSLError as error:
-            raise WireError(_said(error)) from None
+            raise WireError(_describe_ssl_error(error)) from None
         except UNDECODABLE as error:
             raise WireError(f"no session was given: {error}") from None
 
     @property
-    def peer(self) -> str:
-        """The common name in the other side's certificate; "": it has none, or is an observer's."""
-        return peer_of(self._tls)
+    def peer_name(self) -> str:
+        """Common name in the peer's certificate, or "" if missing or the peer is an observer."""
+        return common_name_of_peer(self._tls)
 
     @property
     def peer_right(self) -> SiteRight | None:
-        """Site right in the other side's certificate, or None if it states none.
-
-        Raises:
-            WireError: If the certificate states a right that cannot be read.
-        """
         names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
         found = [value for kind, value in names if kind == "URI" and value.startswith(SITE)]
         return right_from_uri(found[0]) if found else None
 
     @property
-    def ends(self) -> str:
-        """When the other side's certificate ends, as Python's `ssl` says it."""
+    def peer_expiry(self) -> str:
+        """End of the peer's certificate, as text in the format of Python's `ssl`."""
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 
-def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
-    """The common name in the other side's certificate; "": it has none, or is an observer's."""
+def common_name_of_peer(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
+    """Return the common name in a peer's certificate, or "" if missing or the peer is an observer."""
     told = tls.getpeercert() or {}
     subject = cast(Sequence[Sequence[tuple[str, str]]], told.get("subject", ()))
     parts = [pair for several in subject for pair in several]
@@ -202,7 +201,6 @@ def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
 
 
 def uri_from_right(right: SiteRight) -> str:
-    """Return the URI that states a right in a certificate."""
     return f"{SITE}{right.most}:{','.join(right.boards)}"
 
 
@@ -220,10 +218,10 @@ def right_from_uri(uri: str) -> SiteRight:
 
 
 class Session:
-    """Session of one coordinator with one board: their common key, and the numbers of the latest messages each way.
+    """Session of the coordinator with one device: common key, and latest message numbers.
 
-    A message under it carries its number and HMAC-SHA256 over topic, number and bytes. The topic names fleet, device,
-    direction and kind. Who restarts has no session any more, so nothing from before counts afterwards.
+    A message contains its number and an HMAC-SHA256 of topic, number and payload. The topic names fleet, device,
+    direction and kind. A restarted process has no session, so earlier messages are invalid afterwards.
     """
 
     def __init__(self, grant: Grant) -> None:
@@ -232,34 +230,34 @@ class Session:
         self._sent = 0
         self._taken: dict[str, int] = {}  # leaf -> number of the latest message
 
-    def closed(self, topic: str, payload: bytes) -> tuple[int, bytes]:
-        """Number and authentication code of a message that is sent now."""
+    def sign(self, topic: str, payload: bytes) -> tuple[int, bytes]:
+        """Return the number and the authentication code of the next outgoing message."""
         self._sent += 1
-        return self._sent, self._code(topic, self._sent, payload)
+        return self._sent, self._authentication_code(topic, self._sent, payload)
 
-    def require(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
-        """Check a message; the latest of a kind may come again, as brokers repeat messages.
+    def verify(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
+        """Verify an incoming message. The latest number of a kind may repeat, as with QoS 1.
 
         Raises:
-            WireError: it is not what the other side sent on this topic, or is older than one that has come.
+            WireError: If the message is forged, or older than the latest message of its kind.
         """
-        if not hmac.compare_digest(code, self._code(topic, number, payload)):
+        if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
         if number < self._taken.get(leaf, 0):
             raise WireError(f"replayed: {leaf} number {number} came after number {self._taken[leaf]}")
         self._taken[leaf] = number
 
-    def _code(self, topic: str, number: int, payload: bytes) -> bytes:
+    def _authentication_code(self, topic: str, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, b"%b\0%d\0%b" % (topic.encode(), number, payload), "sha256")
 
 
-def _said(error: ssl.SSLError) -> str:
-    said = getattr(error, "verify_message", "") or why(error)
+def _describe_ssl_error(error: ssl.SSLError) -> str:
+    said = getattr(error, "verify_message", "") or describe_exception(error)
     if getattr(error, "verify_code", 0) in OUT_OF_DATE:
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
     return f"the handshake failed: {said}"
 
 
-def _no_passphrase() -> str:
+def _refuse_passphrase() -> str:
     raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")

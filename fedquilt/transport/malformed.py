@@ -1,6 +1,6 @@
-"""Malformed messages from the network: logged at first, then counted, so that nobody can flood a log.
+"""Log of malformed messages: the first are logged, further ones are counted.
 
-Pure: messages and times in, lines to log out.
+No sender can flood a log. Pure: messages and times in, log lines out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ OTHERS: Final = "other branches"
 
 @dataclass
 class Branch:
-    """Malformed messages of one branch of the topic tree: a device's, or the coordinator's own."""
-
     told: int = 0
     more: int = 0  # since the last line about the branch
     last: str = ""
@@ -25,14 +23,15 @@ class Branch:
 
 
 class Garbage:
-    """Malformed messages received by one side."""
-
     def __init__(self) -> None:
         self.dropped = 0
         self._branches: dict[str, Branch] = {}
 
-    def take(self, topic: str, error: Exception, retained: bool, now_s: float, kind: str = "") -> str | None:
-        """Count a dropped message; returns the line to log now, if any. Each `kind` counts apart."""
+    def count_message(self, topic: str, error: Exception, retained: bool, now_s: float, kind: str = "") -> str | None:
+        """Count a dropped message and return the line to log now, or None.
+
+        Messages of different `kind` are counted separately.
+        """
         self.dropped += 1
         name = "/".join(topic.split("/")[:6])[:120] + (f" ({kind})" if kind else "")
         if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
@@ -48,8 +47,7 @@ class Garbage:
             said += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
         return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
 
-    def due(self, now_s: float) -> list[str]:
-        """Lines to log on messages that were only counted; a branch without new ones is logged singly again."""
+    def due_lines(self, now_s: float) -> list[str]:
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.more and now_s >= branch.due_s:

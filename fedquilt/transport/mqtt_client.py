@@ -1,9 +1,9 @@
-"""Client of one connection, on an open socket; and the largest payload of a broker.
+"""MQTT client of one connection on an open socket, and payload limits of brokers.
 
-Paho speaks to the broker: it introduces this side, subscribes, keeps the connection alive. Messages and their
-acknowledgements, which are nearly all packets, do not go through it: paho 2.2 takes 3 to 4 reads of the socket for each
-packet, a write for each, and a dozen tables of properties that nobody looks at. `Client` reads and writes 64 KiB at a
-time, takes and makes these two kinds of packets itself, and hands paho all others.
+Paho introduces this side, subscribes and keeps the connection alive. Messages and their acknowledgements, which are
+nearly all packets, bypass paho: paho 2.2 needs 3 to 4 reads of the socket for each packet, one write for each, and a
+dozen property tables that are never used. `Client` reads and writes 64 KiB at a time, handles these two kinds of
+packets itself, and passes all others to paho.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ UNREAD: Final = (
 
 
 def payload_limit(level: int, announced: int | None, override: int | None) -> int:
-    """Largest payload in bytes, by MQTT level (4 is 3.1.1) and CONNACK's announcement."""
+    """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
+
+    `announced` is the packet limit in CONNACK, and `override` the configured limit.
+    """
     if override is not None:
         return override
     if level < 5:
@@ -49,12 +52,11 @@ def payload_limit(level: int, announced: int | None, override: int | None) -> in
 
 
 def packet_limit(override: int | None) -> int:
-    """Bytes of the largest packet that this side takes: MQTT 5 announces it, and nothing larger is waited for."""
+    """Return the size in bytes of the largest packet that this side accepts."""
     return max(override or 0, UNANNOUNCED_5) + HEADER
 
 
-def reason_of(code: int) -> str:
-    """Name of the reason for which a broker has not taken a message."""
+def describe_reason(code: int) -> str:
     try:
         return str(ReasonCode(PacketTypes.PUBACK, identifier=code))
     except (KeyError, ValueError):  # a code that paho does not know, or not of this packet
@@ -62,15 +64,16 @@ def reason_of(code: int) -> str:
 
 
 class Client(paho.Client):
-    """Client on an open socket, so that connecting never blocks.
+    """MQTT client on an open socket, so that connecting never blocks.
 
     Args:
-        sock: to the broker.
-        level: of MQTT; 4 is 3.1.1.
-        client_id: name of this client at the broker.
-        heard: called with each message.
-        settled: called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and a reason code.
-        most: bytes of the largest packet that the broker may send.
+        sock: The socket to the broker.
+        level: The version of MQTT: 5, or 4 for 3.1.1.
+        client_id: The name of this client at the broker.
+        heard: A function that is called with each message.
+        settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
+            and a reason code.
+        most: The size in bytes of the largest packet that the broker may send.
     """
 
     def __init__(
@@ -102,23 +105,21 @@ class Client(paho.Client):
 
     # -- packets --
 
-    def send(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        """Queue a message; returns its id."""
+    def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
         mid = self._mid_generate()
-        self._queue(packets.publish(self._level, mid, topic, payload, qos, retain))
+        self._append_output(packets.publish_packet(self._level, mid, topic, payload, qos, retain))
         if not qos:
             self._unreliable.append((self._queued, mid))
         return mid
 
     def want_write(self) -> bool:
-        """Whether packets wait to be written."""
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read what is there, AT_ONCE at the most, and handle the packets that are complete.
+        """Read up to AT_ONCE bytes and handle all complete packets.
 
         Raises:
-            MalformedPacketError: it is no packet, or one that is larger than the broker may send.
+            MalformedPacketError: If the bytes are no packet, or the packet is larger than allowed.
         """
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
@@ -135,17 +136,18 @@ class Client(paho.Client):
         self._input += came
         taken = 0
         try:
-            while self._sock is not None and (found := packets.first(self._input, taken, self._most)) is not None:
+            while self._sock is not None and (found := packets.find_packet(self._input, taken, self._most)) is not None:
                 head, begin, taken = found
-                self._take(head, self._input[begin:taken])
+                self._handle_broker_packet(head, self._input[begin:taken])
         finally:
             del self._input[:taken]
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write as much as the network takes; end a connection that takes nothing for UNREAD times the keep-alive.
+        """Write as much as the network accepts.
 
-        Paho's keep-alive does not see a broker that sends and no longer reads.
+        A connection that accepts nothing for UNREAD times the keep-alive is ended, since paho's keep-alive does not
+        detect a broker that sends and no longer reads.
         """
         while self._output and self._sock is not None:
             try:
@@ -168,35 +170,32 @@ class Client(paho.Client):
             self._settled(self._unreliable.popleft()[1], 0)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
-    def _take(self, head: int, body: bytearray) -> None:
-        """Handle a packet of the broker."""
+    def _handle_broker_packet(self, head: int, body: bytearray) -> None:
         kind = head & 0xF0
         if kind == packets.PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
-            topic, payload, mid = packets.published(self._level, head, body)
+            topic, payload, mid = packets.parse_publish(self._level, head, body)
             if topic is not None:
                 self._heard(topic, payload, bool(head & 1))
             if mid is not None:
-                self._queue(packets.acknowledgement(mid))
+                self._append_output(packets.puback_packet(mid))
         elif kind == packets.PUBACK:
-            self._settled(*packets.acknowledged(body))
+            self._settled(*packets.parse_puback(body))
         else:
             self._in_packet |= {"command": head, "packet": body, "remaining_length": len(body), "pos": 0}
             if failed := self._packet_handle():
                 self._loop_rc_handle(failed)
 
     def _packet_queue(self, command: int, packet: bytes | bytearray, *others: Any, **named: Any) -> MQTTErrorCode:
-        """Queue a packet that paho has made."""
-        self._queue(packet)
+        self._append_output(packet)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
-    def _queue(self, packet: bytes | bytearray) -> None:
+    def _append_output(self, packet: bytes | bytearray) -> None:
         self._output += packet
         self._queued += len(packet)
 
     # -- what this side asks for --
 
-    def introduce(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
-        """Send CONNECT; `will` is as in `transport.mqtt.MqttLink`."""
+    def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
         self.username_pw_set(broker.user, password)
         if will is not None:
             self.will_set(*will, qos=1, retain=True)
@@ -208,18 +207,16 @@ class Client(paho.Client):
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
 
-    def ask(self, filters: Sequence[str]) -> None:
-        """Subscribe to topic filters, at QoS 1."""
+    def subscribe_filters(self, filters: Sequence[str]) -> None:
         for at in range(0, len(filters), FILTERS):
             self.subscribe([(pattern, 1) for pattern in filters[at : at + FILTERS]])
 
-    def ask_no_more(self, filters: Sequence[str]) -> None:
-        """Undo subscriptions."""
+    def unsubscribe_filters(self, filters: Sequence[str]) -> None:
         for at in range(0, len(filters), FILTERS):
             self.unsubscribe(list(filters[at : at + FILTERS]))
 
-    def say_goodbye(self, sock: socket.socket) -> None:
-        """Send DISCONNECT and wait until the broker has hung up.
+    def disconnect_and_wait(self, sock: socket.socket) -> None:
+        """Send DISCONNECT and wait until the broker has closed the connection.
 
         Closing at once while input is unread would reset the connection: a broker that has not yet read
         the goodbye would publish our last will.

@@ -1,4 +1,4 @@
-"""Errors of a broker connection: one sentence each, with what, where and the mend. No I/O."""
+"""Errors of a broker connection, each a sentence with a fix. No I/O."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMAT
 
 
 class DialError(LinkError):
-    """No connection. `final`: another attempt cannot succeed before somebody mends the cause."""
+    """Failed connection. `final` is true if retries are useless before the cause is fixed."""
 
     def __init__(self, sentence: str, final: bool = False) -> None:
         super().__init__(sentence)
         self.final = final
 
 
-def why(error: Exception) -> str:
-    """Message of an exception, shortened."""
+def describe_exception(error: Exception) -> str:
     if reason := getattr(error, "reason", None):  # from OpenSSL
         return str(reason).lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
-def unreachable(broker: Broker, error: Exception) -> DialError:
-    """Error for a failed name, connection or TLS handshake."""
+def unreachable_error(broker: Broker, error: Exception) -> DialError:
     if isinstance(error, (socket.gaierror, UnicodeError)):
         final = getattr(error, "errno", None) == socket.EAI_NONAME
         return DialError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
@@ -59,18 +57,23 @@ def unreachable(broker: Broker, error: Exception) -> DialError:
         reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}"
         return DialError(f"{reason}; give the CA file that did", True)
     if isinstance(error, ssl.SSLError):
-        return tls_failed(broker, why(error))
+        return tls_error(broker, describe_exception(error))
     if isinstance(error, ConnectionRefusedError):
         return DialError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
     if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return DialError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
     if isinstance(error, TimeoutError):
         return DialError(f"no answer from {broker}: check the address, the network and the firewall")
-    return DialError(f"{broker} cannot be reached ({why(error)}): check the address, the network and the broker")
+    return DialError(
+        f"{broker} cannot be reached ({describe_exception(error)}): check the address, the network and the broker"
+    )
 
 
-def tls_failed(broker: Broker, said: str) -> DialError:
-    """Error for TLS: OpenSSL gave up, or an alert came; TLS 1.3 checks our certificate only after the handshake."""
+def tls_error(broker: Broker, said: str) -> DialError:
+    """Return the error for a TLS failure, from the text of OpenSSL.
+
+    TLS 1.3 checks the client's certificate only after the handshake, by an alert.
+    """
     if "wrong version number" in said or "record layer failure" in said:
         return DialError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
     if "alert" not in said:
@@ -81,8 +84,7 @@ def tls_failed(broker: Broker, said: str) -> DialError:
     return DialError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
 
 
-def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError:
-    """Error for a CONNACK that refuses, with another code than UNSPECIFIED."""
+def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> DialError:
     if code not in _CREDENTIALS:
         return DialError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
     if broker.user is None:
@@ -92,27 +94,26 @@ def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError
     return DialError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {mend}", True)
 
 
-def rejected(broker: Broker, client_id: str, code: int, reason: str, said: str) -> DialError | None:
-    """Error for an attempt that ended with CONNACK's code or a TLS alert; None: it ended with neither.
+def attempt_error(broker: Broker, client_id: str, code: int, reason: str, said: str) -> DialError | None:
+    """Return the error of a failed attempt, or None if there was no CONNACK code or TLS alert.
 
     Args:
-        broker: of the attempt.
-        client_id: of this side.
-        code: of CONNACK, as in MQTT 5.
-        reason: text of the code.
-        said: last complaint of paho.
+        broker: The broker of the attempt.
+        client_id: The client id of this side.
+        code: The code of CONNACK, as in MQTT 5.
+        reason: The text of the code.
+        said: The last error message of paho.
     """
     if code == PROTOCOL_ERROR:
-        return not_mqtt(broker, reason)
+        return not_mqtt_error(broker, reason)
     if code > UNSPECIFIED and code != KEEP_ALIVE:
-        return refused(broker, client_id, code, reason)
+        return refusal_error(broker, client_id, code, reason)
     if "[SSL" in said:
-        return tls_failed(broker, said.rpartition("] ")[2].partition(" (_ssl")[0])
+        return tls_error(broker, said.rpartition("] ")[2].partition(" (_ssl")[0])
     return None
 
 
-def unanswered(broker: Broker) -> DialError:
-    """Error for a broker that closed the connection after our CONNECT."""
+def no_answer_error(broker: Broker) -> DialError:
     if not broker.tls:
         mend = "is it an MQTT port, and is mqtts:// needed?"
     elif broker.cert is None:
@@ -122,13 +123,12 @@ def unanswered(broker: Broker) -> DialError:
     return DialError(f"{broker} hung up without an answer: {mend}")
 
 
-def not_mqtt(broker: Broker, said: str) -> DialError:
-    """Error for bytes that are no MQTT packet."""
+def not_mqtt_error(broker: Broker, said: str) -> DialError:
     return DialError(f"{broker} sent what is not MQTT ({said}): check that it is an MQTT broker's port")
 
 
-def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> DialError:
-    """Error for a lost connection; `again`: soon after its start, like others before."""
+def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> DialError:
+    """Return the error for a lost connection. `again`: like earlier ones, soon after its start."""
     if code == KEEP_ALIVE:
         return DialError(f"no sign of life from {broker}: check the network")
     said = f" ({reason})" if code > UNSPECIFIED else ""
@@ -138,20 +138,17 @@ def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) ->
     return DialError(f"{broker} closed the connection{said}: check that it still runs")
 
 
-def unread(broker: Broker) -> DialError:
-    """Error for a connection that ended because the broker read nothing for too long."""
+def unread_error(broker: Broker) -> DialError:
     return DialError(f"{broker} reads nothing any more: check the network, and the broker's load")
 
 
-def not_taken(broker: Broker, topic: str, code: int, reason: str) -> str:
-    """Sentence on a message that the broker answered with a failure."""
+def describe_refused_message(broker: Broker, topic: str, code: int, reason: str) -> str:
     mine = "its certificate or user may have no right there: see the broker's ACL"
     mend = mine if code == NOT_AUTHORIZED else "see the broker's log"
     return f"{broker} refuses messages to {topic} ({reason}): {mend}"
 
 
-def too_large(broker: Broker, topic: str, size: int) -> str:
-    """Sentence on a message of `size` bytes that the broker refuses, or at which it closes the connection each time."""
+def describe_oversized_message(broker: Broker, topic: str, size: int) -> str:
     return (
         f"{broker} takes no message of {size} bytes to {topic}: it was dropped; "
         "raise the broker's packet limit, or set max_payload to what it takes"

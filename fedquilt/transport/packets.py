@@ -1,4 +1,4 @@
-"""Packets of MQTT 3.1.1 (level 4) and 5 that carry messages: PUBLISH and PUBACK, as bytes. No I/O."""
+"""MQTT packets with messages, PUBLISH and PUBACK, of versions 3.1.1 (level 4) and 5. No I/O."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ LONGEST: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of len
 _SHORT: Final = struct.Struct("!H")
 
 
-class MalformedPacketError(Exception):
-    """Raised for bytes that are no packet."""
+class MalformedPacketError(Exception): ...
 
 
-def first(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
-    """First packet from `at` on: its first byte, where its body begins, and where it ends; None: it is not whole yet.
+def find_packet(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
+    """Return the packet at an offset, or None if incomplete.
+
+    Returns:
+        The first byte of the packet, the offset of its body, and the offset of its end.
 
     Raises:
-        MalformedPacketError: its length is longer than four bytes, or its body than `most` bytes.
+        MalformedPacketError: If the length field is longer than four bytes, or the body longer than `most` bytes.
     """
     size, begin = 0, at + 1
     while True:
@@ -37,23 +39,24 @@ def first(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int]
     return (data[at], begin, begin + size) if begin + size <= len(data) else None
 
 
-def publish(level: int, mid: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
-    """PUBLISH packet; `mid` is used with QoS 1."""
+def publish_packet(level: int, mid: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
+    """Return a PUBLISH packet. The packet id `mid` is used only with QoS 1."""
     name = topic.encode()
     head = _SHORT.pack(len(name)) + name + (_SHORT.pack(mid) if qos else b"") + (b"\0" if level == 5 else b"")
-    return b"".join((bytes((PUBLISH | qos << 1 | retain,)), _length(len(head) + len(payload)), head, payload))
+    return b"".join((bytes((PUBLISH | qos << 1 | retain,)), _encode_length(len(head) + len(payload)), head, payload))
 
 
-def acknowledgement(mid: int) -> bytes:
-    """PUBACK packet of success, the same at both levels."""
+def puback_packet(mid: int) -> bytes:
     return b"\x40\x02" + _SHORT.pack(mid)
 
 
-def published(level: int, head: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
-    """Topic, payload and id of a PUBLISH packet of QoS 0 or 1. Topic None: it is no UTF-8. Id None: QoS 0.
+def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
+    """Return topic, payload and packet id of a PUBLISH packet of QoS 0 or 1.
+
+    The topic is None if not UTF-8, and the id is None with QoS 0.
 
     Raises:
-        MalformedPacketError: it is shorter than it says.
+        MalformedPacketError: If the packet is shorter than its fields.
     """
     mid = None
     try:
@@ -63,7 +66,7 @@ def published(level: int, head: int, body: bytearray) -> tuple[str | None, bytes
             (mid,) = _SHORT.unpack_from(body, at)
             at += 2
         if level == 5:
-            found = first(body, at - 1)  # properties have a length as packets have
+            found = find_packet(body, at - 1)  # properties have a length as packets have
             if found is None:
                 raise MalformedPacketError("the properties of a message are longer than its packet")
             at = found[2]
@@ -77,18 +80,18 @@ def published(level: int, head: int, body: bytearray) -> tuple[str | None, bytes
         return None, b"", mid
 
 
-def acknowledged(body: bytearray) -> tuple[int, int]:
-    """Id and reason code of a PUBACK packet; 128 and more: the broker has not taken the message.
+def parse_puback(body: bytearray) -> tuple[int, int]:
+    """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures.
 
     Raises:
-        MalformedPacketError: it is shorter than two bytes.
+        MalformedPacketError: If the packet is shorter than two bytes.
     """
     if len(body) < 2:
         raise MalformedPacketError("an acknowledgement without an id")
     return _SHORT.unpack_from(body)[0], body[2] if len(body) > 2 else 0
 
 
-def _length(size: int) -> bytes:
+def _encode_length(size: int) -> bytes:
     found = bytearray()
     while size > 0x7F:
         found.append(size & 0x7F | 0x80)

@@ -1,15 +1,15 @@
-"""Links over which coordinator and boards know who sent what, whatever the broker does.
+"""Authenticated links: signed messages between coordinator and devices over any broker.
 
-`BoardLink` and `FleetLink` (`fedquilt.transport.sealed_fleet`) lie around a `Link` to a broker. They shake hands
-(`fedquilt.transport.handshake`), put what is published into an envelope (`fedquilt.transport.envelope`), and let
-nothing out of `receive` that the other side did not send here and now.
+`BoardLink` and `FleetLink` (`fedquilt.transport.sealed_fleet`) wrap a `Link` to a broker. They perform a handshake
+(`fedquilt.transport.handshake`), sign what is published (`fedquilt.transport.envelope`), and `receive` returns only
+messages that the peer sent in the current session.
 
-Everything is in an envelope but what cannot harm: a chunk of a blob, which is checked by the manifest and by the
-sha256 in an enveloped message; and what the coordinator tells everybody for observers (coord/state, job/#), on which
-no board acts. A last will cannot be, because the broker has it before there is a session: it counts for the start of
-the agent that it names, and a broker could cut that agent off in any case.
+Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
+message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
+to the broker before there is a session: it applies to the start of the agent that it names, and a broker could cut off
+that agent in any case.
 
-An unsigned side uses the plain link. Neither side of a signed fleet takes a message without an envelope.
+An unsigned side uses the plain link. Neither side of a signed fleet accepts other unsigned messages.
 """
 
 from __future__ import annotations
@@ -47,24 +47,22 @@ LATE_S: Final = 30.0  # after the exchange of a session: until then brokers brin
 _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 
 
-def identity(broker: Broker) -> Identity | None:
-    """With what this side proves who it is; None: it is unsigned, as it has no certificate.
+def load_identity(broker: Broker) -> Identity | None:
+    """Return the identity for signing, or None if this side has no certificate.
 
     Raises:
-        JobError: there is a certificate, and no authority to check the other side by.
+        JobError: If there is a certificate and no authority to verify the peer.
     """
     return None if broker.cert is None else Identity(broker)
 
 
-def beginning(identity: Identity) -> wire.Hello:
-    """The first flight of a handshake that is not gone on with: an answer to it shows that both ways are open."""
-    attempt = identity.board()
-    return flight(attempt, 0, attempt.step(b""))
+def handshake_probe(identity: Identity) -> wire.Hello:
+    """Return a first flight of which only the answer is of interest, to test the connection."""
+    attempt = identity.start_as_device()
+    return hello_from_flight(attempt, 0, attempt.step(b""))
 
 
 class Sealed(Around):
-    """What both sides have: a link, and a log of what is refused."""
-
     def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float]) -> None:
         super().__init__(link)
         self._identity, self._clock = identity, clock
@@ -74,58 +72,48 @@ class Sealed(Around):
 
     @property
     def max_payload(self) -> int:
-        """See `Link`: the envelope takes its part."""
         return self._link.max_payload - envelope.ENVELOPE_BYTES
 
-    def _hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
+    def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
         try:
-            self._link.publish(self._topics.device(device, direction, "hello"), wire.encode(hello))
+            self._link.publish(self._topics.device_topic(device, direction, "hello"), wire.encode(hello))
         except LinkError as error:
             log.error("cannot shake hands: %s", error)
 
-    def _exchange(self, device: str, former: Session | None) -> None:
-        """Note that another session has taken the place of a device's former one."""
+    def _remember_former_session(self, device: str, former: Session | None) -> None:
         if former is not None:
             self._former[device] = (former.name, self._clock() + LATE_S)
 
-    def _refuse(self, message: Message, error: Exception, key: Session | None) -> None:
-        """Log what is refused. What is late, as every exchange of a session leaves it, is noted without a warning.
-
-        Args:
-            message: the refused one.
-            error: why it is.
-            key: session with the device whose message it is.
-        """
+    def _log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
         if message.retained and isinstance(error, StrangeSessionError | UnsignedError):
             return  # what lies at the broker from before is no news
         kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if isinstance(error, StrangeSessionError):
-            former, until_s = self._former.get(wire.sender(message.topic), ("", -math.inf))
+            former, until_s = self._former.get(wire.device_from_topic(message.topic), ("", -math.inf))
             if key is None or (error.session == former and self._clock() < until_s):
-                if said := self._late.take(message.topic, error, message.retained, self._clock()):
+                if said := self._late.count_message(message.topic, error, message.retained, self._clock()):
                     log.info("%s", said)
                 return
-        if said := self._refused.take(message.topic, error, message.retained, self._clock(), kind):
+        if said := self._refused.count_message(message.topic, error, message.retained, self._clock(), kind):
             log.warning("%s", said)
 
-    def _tell_refused(self) -> None:
-        for said in self._refused.due(self._clock()):
+    def _log_rejection_counts(self) -> None:
+        for said in self._refused.due_lines(self._clock()):
             log.warning("%s", said)
-        for said in self._late.due(self._clock()):
+        for said in self._late.due_lines(self._clock()):
             log.info("%s", said)
 
 
-def flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
-    """A flight of a handshake as a message."""
+def hello_from_flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
     return wire.Hello(attempt=handshake.attempt, flight=number, tls=binascii.b2a_base64(data, newline=False).decode())
 
 
-def data_of(hello: wire.Hello) -> bytes:
-    """The bytes of a flight.
+def flight_from_hello(hello: wire.Hello) -> bytes:
+    """Return the bytes of a handshake flight.
 
     Raises:
-        WireError: they are none.
+        WireError: If the message contains no base64.
     """
     try:
         return base64.b64decode(hello.tls, validate=True)
@@ -134,16 +122,17 @@ def data_of(hello: wire.Hello) -> bytes:
 
 
 class BoardLink(Sealed):
-    """A board's side. It counts as connected while it has a session; each new one counts as a new connection.
+    """Device's side of an authenticated link, connected while there is a session.
 
-    While no coordinator answers, observers are told in no envelope that the board is there; no coordinator takes that.
+    Each new session counts as a new connection. While no coordinator answers, presence, profile and telemetry are
+    published unsigned for observers, and no coordinator accepts them.
     """
 
     def __init__(
         self, link: Link, identity: Identity, fleet: str, device: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(link, identity, fleet, clock)
-        self._device, self._own = device, self._topics.device(device, "up", "hello")
+        self._device, self._own = device, self._topics.device_topic(device, "up", "hello")
         self._key: Session | None = None
         self._alone = False  # no coordinator answers
         self._turns = 0  # sessions, and times that it was alone
@@ -157,74 +146,73 @@ class BoardLink(Sealed):
         self._announced: int | None = None  # start of the coordinator for which a session is wanted
         self._disproved: int | None = None  # start that was announced, while a handshake showed another
         self._trouble: str | None = None
-        link.subscribe(self._topics.for_device(device))
+        link.subscribe(self._topics.device_filters(device))
 
     @property
     def session(self) -> int:
-        """A number that grows whenever everything has to be told anew; 0: there is nobody to tell yet."""
+        """Number that grows whenever all state must be published again, 0 before the first time."""
         return self._turns and self._turns + self._link.session
 
     @property
     def connected(self) -> bool:
-        """Whether a coordinator can be reached that has proved to be one."""
         return self._link.connected and self._key is not None
 
     @property
     def problem(self) -> str | None:
-        """Why there is no session, or what is wrong with the connection; one sentence, or None."""
         return super().problem or (self._trouble if self._key is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish in an envelope; without a session nothing is sent, as everything is told anew with the next one.
+        """Publish a signed message. Without a session, most messages are dropped.
+
+        The agent publishes its state again with the next session.
 
         Raises:
-            LinkError: the payload is larger than the broker accepts.
+            LinkError: If the payload is larger than the broker accepts.
         """
-        leaf = wire.route(topic).leaf
+        leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
-            payload = envelope.close(self._key, topic, payload)
+            payload = envelope.sign_payload(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        """Messages of the coordinator that has proved to be one."""
         taken = []
         for message in self._link.receive():
             try:
-                if (said := self._take(message)) is not None:
+                if (said := self._verify_message(message)) is not None:
                     taken.append(said)
             except WireError as error:
-                self._refuse(message, error, self._key)
-        self._begin_if_due()
-        self._tell_refused()
+                self._log_rejected(message, error, self._key)
+        self._start_handshake_if_due()
+        self._log_rejection_counts()
         return taken
 
-    def _take(self, message: Message) -> Message | None:
-        route = wire.route(message.topic)
+    def _verify_message(self, message: Message) -> Message | None:
+        route = wire.parse_topic(message.topic)
         if route.leaf == "coord":
             told = wire.decode(message.payload, wire.CoordState)
             if told.online and (self._key is None or told.epoch not in (self._key.epoch, self._disproved)):
                 self._announced = told.epoch
-                self._want()
+                self._request_session()
             return None
         if route.direction != "dn" or route.device != self._device:
             return None
         if route.leaf == "hello":
-            self._answer(wire.decode(message.payload, wire.Hello))
+            self._handle_hello(wire.decode(message.payload, wire.Hello))
             return None
         if route.leaf == "chunk":
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
-        return envelope.open(self._key, route, message)
+        return envelope.verify_message(self._key, route, message)
 
-    def _want(self) -> None:
-        """Begin an attempt now, unless one has begun just before: what asks for it may be forged."""
+    def _request_session(self) -> None:
+        # At most every HINT_S, because the message that causes this may be forged.
         self._wanted, self._patience_s, self._alone = True, AGAIN_S, False
         self._due_s = min(self._due_s, self._began_s + HINT_S)
 
-    def _begin_if_due(self) -> None:
+    def _start_handshake_if_due(self) -> None:
         if not self._link.connected:
             return
         now_s = self._clock()
@@ -236,40 +224,40 @@ class BoardLink(Sealed):
         if not self._wanted or now_s < self._due_s:
             return
         if self._attempt is not None and self._key is None and now_s >= self._began_s + AGAIN_S:
-            self._fail("no coordinator answers: none is online, or it is unsigned (without a certificate)")
+            self._record_failure("no coordinator answers: none is online, or it is unsigned (without a certificate)")
             self._turns += not self._alone
             self._alone = True
         self._began_s, self._due_s = now_s, now_s + self._patience_s
         self._patience_s = min(self._patience_s * 2, AGAIN_MOST_S)
         try:
-            self._attempt = self._identity.board()
+            self._attempt = self._identity.start_as_device()
         except JobError as error:  # files that cannot be read now
-            return self._fail(str(error))
-        self._hello(self._device, "up", flight(self._attempt, 0, self._attempt.step(b"")))
+            return self._record_failure(str(error))
+        self._send_hello(self._device, "up", hello_from_flight(self._attempt, 0, self._attempt.step(b"")))
 
-    def _answer(self, hello: wire.Hello) -> None:
+    def _handle_hello(self, hello: wire.Hello) -> None:
         attempt = self._attempt
         if not hello.attempt:
-            self._want()
+            self._request_session()
         elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == attempt.flight + 1:
             try:
                 if attempt.done:
-                    self._agreed(attempt.granted(data_of(hello)))
+                    self._adopt_session(attempt.session_from_flight(flight_from_hello(hello)))
                 else:
-                    self._prove(attempt, data_of(hello))
+                    self._send_certificate(attempt, flight_from_hello(hello))
             except WireError as error:
                 self._attempt = None
-                self._fail(str(error))
+                self._record_failure(str(error))
 
-    def _prove(self, attempt: Handshake, data: bytes) -> None:
+    def _send_certificate(self, attempt: Handshake, data: bytes) -> None:
         answer = attempt.step(data)
-        if attempt.done and attempt.peer != COORDINATOR:
-            raise WireError(f"{attempt.peer or 'somebody'!r} poses as the coordinator")
+        if attempt.done and attempt.peer_name != COORDINATOR:
+            raise WireError(f"{attempt.peer_name or 'somebody'!r} poses as the coordinator")
         attempt.flight = 2
-        self._hello(self._device, "up", flight(attempt, 2, answer))
+        self._send_hello(self._device, "up", hello_from_flight(attempt, 2, answer))
 
-    def _agreed(self, session: Session) -> None:
-        self._exchange(self._device, self._key)
+    def _adopt_session(self, session: Session) -> None:
+        self._remember_former_session(self._device, self._key)
         self._key, self._attempt, self._wanted, self._alone = session, None, False, False
         if self._announced not in (None, session.epoch):
             self._disproved = self._announced
@@ -278,7 +266,7 @@ class BoardLink(Sealed):
         self._renew_s, self._trouble = self._clock() + RENEW_S, None
         log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
 
-    def _fail(self, reason: str) -> None:
+    def _record_failure(self, reason: str) -> None:
         if reason != self._trouble:
             log.warning("no session with the coordinator: %s", reason)
         self._trouble = reason

@@ -1,8 +1,8 @@
-"""Queue of messages on their way to the network; finds the one at which a broker hangs up. No I/O.
+"""Queue of outgoing messages, which detects a message that makes the broker disconnect. No I/O.
 
-A message is added, taken when it may be in flight, and done when the broker has acknowledged it
-(QoS 1) or it is written (QoS 0). Messages in flight when a connection broke are tried again, then one
-at a time: so the one that is alone in flight at the third break in a row is to blame, and given up.
+A message is added, taken when it may be in flight, and removed when the broker has acknowledged it (QoS 1) or it is
+written (QoS 0). Messages in flight when a connection breaks are sent again, then one at a time. The message that is
+alone in flight at the third break in a row is dropped as the cause.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BREAKS: Final = 3
 
 @dataclass(eq=False)
 class Sending:
-    """Outgoing message; `reliable` is QoS 1."""
+    """Outgoing message. `reliable` is QoS 1."""
 
     topic: str
     payload: bytes
@@ -30,13 +30,10 @@ class Sending:
 
     @property
     def size(self) -> int:
-        """Bytes of the payload."""
         return len(self.payload)
 
 
 class SendQueue:
-    """Messages in the order of adding, and those in flight by packet id."""
-
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
         self._waiting: deque[Sending] = deque()
@@ -44,22 +41,23 @@ class SendQueue:
         self._bytes = self._reliable = self._suspected = 0  # of those under way: size, QoS 1, had a connection break
 
     def add(self, message: Sending) -> None:
-        """Queue a message behind all others."""
         self._waiting.append(message)
         self.backlog += message.size
 
-    def trim(self) -> int:
-        """Give up the oldest messages beyond the limit for offline times; returns how many."""
+    def drop_oldest(self) -> int:
+        """Drop the oldest messages beyond the offline limits. Return the number of dropped messages."""
         given_up = 0
         while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
-            self.give_up(self._waiting.popleft())
+            self.discard(self._waiting.popleft())
             given_up += 1
         return given_up
 
-    def take(self, window: int) -> Sending | None:
-        """Take the next message if it may be in flight too, at most `window` reliable ones at once.
+    def take_next(self, window: int) -> Sending | None:
+        """Return the next message if it may be in flight too, or None.
 
-        The caller then calls `sent` or `give_up`.
+        At most `window` reliable messages are in flight. The caller must call `record_in_flight` or `discard` next.
+
+        The caller then calls `record_in_flight` or `discard`.
         """
         if not self._waiting:
             return None
@@ -74,32 +72,35 @@ class SendQueue:
             return None
         return self._waiting.popleft()
 
-    def sent(self, packet_id: int, message: Sending) -> None:
-        """Note a taken message as in flight."""
+    def record_in_flight(self, packet_id: int, message: Sending) -> None:
         self._under_way[packet_id] = message
-        self._count(message, 1)
+        self._update_totals(message, 1)
 
-    def done(self, packet_id: int) -> Sending | None:
-        """Remove an acknowledged or written message; None: no such message."""
+    def remove_sent(self, packet_id: int) -> Sending | None:
+        """Remove a message in flight and return the message, or None if the id is unknown."""
         message = self._under_way.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
-            self._count(message, -1)
+            self._update_totals(message, -1)
         return message
 
-    def _count(self, message: Sending, by: int) -> None:
+    def _update_totals(self, message: Sending, by: int) -> None:
         self._bytes += by * message.size
         self._reliable += by * message.reliable
         self._suspected += by * bool(message.breaks)
 
-    def give_up(self, message: Sending) -> None:
-        """Drop a taken message that will not be sent."""
+    def discard(self, message: Sending) -> None:
         self.backlog -= message.size
 
-    def broken(self, breaks: int = BREAKS, *, innocent: bool = False) -> Sending | None:
-        """Handle a broken connection: reliable messages in flight return to the head, unreliable ones are lost.
+    def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> Sending | None:
+        """Requeue reliable messages in flight and drop the unreliable ones.
 
-        Returns the message to blame after so many breaks, which is given up. `innocent`: the network failed.
+        Args:
+            breaks: The number of broken connections after which a message alone in flight is the cause.
+            innocent: Whether the network failed, so that no message is the cause.
+
+        Returns:
+            The message that caused the disconnection, which is dropped, or None.
         """
         suspects = [message for message in self._under_way.values() if message.reliable]
         for message in suspects:

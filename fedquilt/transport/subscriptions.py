@@ -1,4 +1,4 @@
-"""What a client of a broker has subscribed to."""
+"""Subscriptions of a broker's client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOPICS: Final = 1 << 14  # of which it is remembered whether a filter matches
 
 
 class Subscriptions:
-    """Topic filters in the order of their subscription; whether one matches a topic costs the same for any number."""
+    """Topic filters in the order of subscription. Matching a topic takes constant time."""
 
     def __init__(self) -> None:
         self._filters: dict[str, None] = {}
@@ -20,28 +20,24 @@ class Subscriptions:
 
     @property
     def filters(self) -> list[str]:
-        """All of them."""
         return list(self._filters)
 
     def add(self, filters: Sequence[str]) -> None:
-        """Take filters."""
         self._matched.clear()
         for pattern in filters:
             self._filters[pattern] = None
             self._tree.add(pattern, pattern)
 
     def remove(self, filters: Sequence[str]) -> None:
-        """Let go of filters."""
         self._matched.clear()
         for pattern in filters:
             self._filters.pop(pattern, None)
             self._tree.remove(pattern, pattern)
 
-    def match(self, topic: str) -> bool:
-        """Whether one of the filters matches a topic."""
+    def matches_topic(self, topic: str) -> bool:
         known = self._matched.get(topic)
         if known is None:
             if len(self._matched) >= TOPICS:
                 self._matched.clear()
-            known = self._matched[topic] = bool(self._tree.matching(topic))
+            known = self._matched[topic] = bool(self._tree.items_matching_topic(topic))
         return known

@@ -1,8 +1,8 @@
-"""Index of MQTT topics, or of topic filters, level by level, so that matching costs no more in a larger fleet.
+"""Index of MQTT topics or topic filters, with a matching cost that does not grow with the fleet.
 
-It answers a broker's two questions: which filters match this topic (`matching`; the tree holds filters),
-and which topics match this filter (`under`; the tree holds topics). Both agree with `fedquilt.transport.link.matches`
-for each pair, at a cost that grows with the levels and with the matches, not with the size of the tree.
+The tree answers two questions of a broker: which filters match a topic (`items_matching_topic`, in a tree of filters),
+and which topics match a filter (`items_matching_filter`, in a tree of topics). Both agree with
+`fedquilt.transport.link.filter_matches` for each pair, and their cost grows with the levels and the matches only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class _Node(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items by topic or topic filter; an item may be held under several."""
+    """Items by topic or topic filter. An item may be stored under several."""
 
     def __init__(self) -> None:
         self._root: _Node[T] = _Node()
 
     def add(self, path: str, item: T) -> None:
-        """Store an item under a topic or a filter."""
         node = self._root
         for level in path.split("/"):
             found = node.below.get(level)
@@ -40,7 +39,6 @@ class TopicTree(Generic[T]):
         node.held[item] = None
 
     def remove(self, path: str, item: T) -> None:
-        """Remove an item under a topic or a filter, with levels that become empty."""
         way = [self._root]
         levels = path.split("/")
         for level in levels:
@@ -54,8 +52,8 @@ class TopicTree(Generic[T]):
                 return
             del parent.below[level]
 
-    def matching(self, topic: str) -> list[T]:
-        """Items under filters that match a topic; an item under several such filters is repeated."""
+    def items_matching_topic(self, topic: str) -> list[T]:
+        """Return the items under filters that match a topic, repeated for each matching filter."""
         found: list[T] = []
         nodes = [self._root]
         for level in topic.split("/"):
@@ -77,12 +75,11 @@ class TopicTree(Generic[T]):
                 found += rest.held
         return found
 
-    def under(self, pattern: str) -> list[T]:
-        """Items under topics that match a filter."""
+    def items_matching_filter(self, pattern: str) -> list[T]:
         nodes = [self._root]
         for level in pattern.split("/"):
             if level == "#":
-                return [item for node in nodes for item in _all(node)]
+                return [item for node in nodes for item in _iterate_items(node)]
             if level == "+":
                 nodes = [below for node in nodes for below in node.below.values()]
             else:
@@ -90,7 +87,7 @@ class TopicTree(Generic[T]):
         return [item for node in nodes for item in node.held]
 
 
-def _all(node: _Node[T]) -> Iterator[T]:
+def _iterate_items(node: _Node[T]) -> Iterator[T]:
     yield from node.held
     for below in node.below.values():
-        yield from _all(below)
+        yield from _iterate_items(below)

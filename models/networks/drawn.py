@@ -1,4 +1,4 @@
-"""First weights and facts of a fully connected network by numpy alone: torch's, to the last bit.
+"""Initial weights and costs of an `mlp` in numpy. Weights are bit-identical to torch's.
 
 torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds that
 `torch.nn.Linear` takes. So a job of an `mlp` is prepared without torch, and the bundle is the same with either.
@@ -21,57 +21,54 @@ from fedquilt.models.networks import registry
 _BITS = 24  # of a float's mantissa
 
 
-def can(network: Mapping[str, Any], weights: object) -> bool:
-    """Whether the network can be drawn here: an `mlp` with random first weights."""
+def can_initialise(network: Mapping[str, Any], weights: object) -> bool:
+    """Return whether this module supports the network: an `mlp` with random weights."""
     return network.get("name") == "mlp" and weights is None
 
 
-def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """First tensors, float32, by name: "1.weight" (out, in), "1.bias" (out,), "3.weight", ...
+def initial_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return the first tensors, float32, by name: "1.weight" (out, in), "1.bias" (out,), and so on.
 
     Raises:
-        ModelError: a setting that is missing, unknown or not a whole number above 0.
+        ModelError: If a setting is missing, unknown or not a whole number above 0.
     """
     source = np.random.MT19937()
     seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
     source.state = seeded
     found: dict[str, np.ndarray] = {}
-    for path, (out, into) in layers(network).items():
+    for path, (out, into) in layer_sizes(network).items():
         gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))  # kaiming_uniform_ with a = sqrt(5)
         bound = math.sqrt(3.0) * (gain / math.sqrt(into))
-        found[f"{path}.weight"] = _uniform(source, bound, into * out).reshape(out, into)
-        found[f"{path}.bias"] = _uniform(source, 1 / math.sqrt(into), out)
+        found[f"{path}.weight"] = _draw_uniform(source, bound, into * out).reshape(out, into)
+        found[f"{path}.bias"] = _draw_uniform(source, 1 / math.sqrt(into), out)
     return found
 
 
-def flops(network: Mapping[str, Any]) -> float:
-    """FLOPs of one example's forward pass: two for each entry of a weight."""
-    return float(sum(2 * out * into for out, into in layers(network).values()))
+def forward_flops(network: Mapping[str, Any]) -> float:
+    return float(sum(2 * out * into for out, into in layer_sizes(network).values()))
 
 
-def register(network: Mapping[str, Any]) -> tensor_register.Register:
-    """Return the register of the network's tensors, as `models.networks.tensor_register` traces it."""
+def mlp_register(network: Mapping[str, Any]) -> tensor_register.Register:
     return tensor_register.register_of_mlp(len(_layer_widths(network)) - 1)
 
 
-def costs(network: Mapping[str, Any]) -> list[Layer]:
-    """Costs of its layers, as `models.networks.layer_costs` traces them: products, and ReLUs between."""
+def costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
     found: list[Layer] = []
-    for path, (out, into) in layers(network).items():
+    for path, (out, into) in layer_sizes(network).items():
         if found:
             found.append(Layer(str(int(path) - 1), 0.0, 0.0, 8.0 * into, 1))
         found.append(Layer(path, 2.0 * out * into, 0.0, 4.0 * (into + out), 1))
     return found
 
 
-def layers(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Size (outputs, inputs) of each layer by its path, first to last."""
+def layer_sizes(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the size (outputs, inputs) of each layer by its path, first to last."""
     pairs = itertools.pairwise(_layer_widths(network))
     return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
 
 
-def trained(network: Mapping[str, Any]) -> footprint.Trained:
-    """Memory of its training, as `footprint.weigh` measures it with torch: inputs and hidden outputs are kept."""
+def training_memory(network: Mapping[str, Any]) -> footprint.Trained:
+    """Return the memory of training, as measured by `footprint.weigh` with torch."""
     widths = _layer_widths(network)
     sizes = [into * out for into, out in itertools.pairwise(widths)]
     return footprint.Trained(
@@ -84,8 +81,8 @@ def trained(network: Mapping[str, Any]) -> footprint.Trained:
     )
 
 
-def _uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
-    """Float32 numbers from -bound to bound, drawn like `torch.Tensor.uniform_` on a processor."""
+def _draw_uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
+    # The same numbers as torch.Tensor.uniform_ on a CPU.
     low, high = np.float32(-bound), np.float32(bound)
     share = (source.random_raw(count) & ((1 << _BITS) - 1)) * 2.0**-_BITS  # float64: torch rounds once, at the end
     return (share * float(high - low) + float(low)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Costs of a network's layers, traced by running it. Imports torch."""
+"""Costs of a network's layers, traced with one example. Requires torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from fedquilt.layer_costs import Layer
 
 
-def trace(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    """Layers that one example of `shape` (without batch) goes through, each at its first operation.
+def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
+    """Return the cost of each layer for one example of `shape`, in the order of first use.
 
     In evaluation mode, as `calls.trace`, but with gradients: without them torch runs a transformer's layers by kernels
     of their own, which training does not use.
@@ -27,7 +27,7 @@ def trace(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
             model.eval()(x)
     finally:
         model.train(was_training)
-        counter.close()
+        counter.remove_hooks()
     return [Layer(path, *numbers) for path, numbers in counter.found.items()]
 
 
@@ -42,32 +42,29 @@ class _Counter(TorchDispatchMode):  # type: ignore[misc]
         self._watches = []
         for path, each in model.named_modules():
             self._watches.append(each.register_forward_pre_hook(lambda _, given, path=path: self._running.append(path)))
-            self._watches.append(each.register_forward_hook(lambda _, given, made: self._left()))
+            self._watches.append(each.register_forward_hook(lambda _, given, made: self._leave_module()))
 
-    def close(self) -> None:
-        """Leave the network as it was."""
+    def remove_hooks(self) -> None:
         for watch in self._watches:
             watch.remove()
 
-    def _left(self) -> None:
+    def _leave_module(self) -> None:
         self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it; a view of a tensor costs nothing."""
         made = func(*args, **(kwargs or {}))
         if func.is_view:
             return made
         row = self.found.setdefault(self._running[-1], [0.0, 0.0, 0.0, 0])
-        given = [value for value in _tensors((args, kwargs)) if value.untyped_storage().data_ptr() not in self._own]
-        weighted = len(given) < len(_tensors((args, kwargs)))
+        given = [value for value in _tensors_in((args, kwargs)) if value.untyped_storage().data_ptr() not in self._own]
+        weighted = len(given) < len(_tensors_in((args, kwargs)))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
             row[0 if weighted else 1] += float(count(*args, **(kwargs or {}), out_val=made))
-        row[2] += float(sum(value.nbytes for value in (*given, *_tensors(made))))
+        row[2] += float(sum(value.nbytes for value in (*given, *_tensors_in(made))))
         row[3] += 1
         return made
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Every tensor in nested values."""
+def _tensors_in(values: Any) -> list[torch.Tensor]:
     return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""A trained network as one ONNX file. Imports torch and onnx."""
+"""Export of a trained network as one ONNX file. Requires torch and onnx."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from fedquilt.models.networks import registry, tensor_register
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
 
-def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str, *, plain: bool = False) -> onnx.ModelProto:
+def trace_to_onnx(
+    module: nn.Module, shape: Sequence[int], name: str, mend: str, *, plain: bool = False
+) -> onnx.ModelProto:
     """Trace a module as an ONNX graph from "x", (n, *shape) float32, to "y".
 
     Args:
-        module: in evaluation mode.
-        shape: of one example.
-        name: name of the module in errors.
-        mend: advice in the error for an operation that ONNX cannot express.
-        plain: compute nothing beforehand, so that the graph has the module's own tensors by their names: batch
-            normalisation is not merged into the convolution before it.
+        module: Module in evaluation mode.
+        shape: Shape of one example.
+        name: Name of the module in errors.
+        mend: Hint in the error if ONNX lacks an operation.
+        plain: Whether the graph has the module's own tensors by their names, without constant folding.
 
     Raises:
-        ModelError: it has such an operation.
+        ModelError: If ONNX lacks an operation.
     """
     file = io.BytesIO()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), registry.plain_attention():
+        with warnings.catch_warnings(), torch.no_grad(), registry.without_fused_attention():
             kept = {"do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE} if plain else {}
             # torch's newer exporter needs one package more and writes an opset that boards cannot read
             warnings.simplefilter("ignore")
@@ -55,18 +56,18 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str, *, pla
     return onnx.load_from_string(file.getvalue())
 
 
-def write_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
-    """Return the network with these weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
+def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
+    """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
 
-    The network's table stands in the file's metadata, under "network", and its reading settings under "reading".
+    The file's metadata has the network's table under "network" and its reading settings under "reading".
 
     Args:
-        network: table of the network.
-        weights: all its tensors.
-        reading: How files became examples (`fedquilt.data.reading`).
+        network: Table of the network.
+        weights: All tensors of the network.
+        reading: Settings by which files became examples (`fedquilt.data.reading`), or None.
 
     Raises:
-        ModelError: the weights are not all of the network's, or an operation has no ONNX.
+        ModelError: If tensors are missing or unknown, or if ONNX lacks an operation.
     """
     model = registry.build(network)
     wanted = model.state_dict()
@@ -77,23 +78,23 @@ def write_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping
             "export it as .safetensors, which holds what there is"
         )
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    made = traced(
+    made = trace_to_onnx(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
     return _with_metadata(made, network, reading)
 
 
-def write_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
+def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
     """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx_fill` adds.
 
     Args:
-        network: its table.
-        reading: How files became examples.
+        network: Table of the network.
+        reading: Settings by which files became examples, or None.
 
     Raises:
-        ModelError: an operation has no ONNX, or a tensor of the network is none of the graph's.
+        ModelError: If ONNX lacks an operation, or if the graph lacks a tensor of the network.
     """
-    model = registry.load(network, seed=0)
+    model = registry.load_network(network, seed=0)
     held = {
         name: value.detach()
         for name, value in tensor_register.state_without_aliases(model).items()
@@ -103,7 +104,7 @@ def write_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any]
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
     name, mend = f"network {network.get('name')!r}", "deploy a run of a method whose result is whole"
-    made = traced(model, registry.input_shape(network), name, mend, plain=True)
+    made = trace_to_onnx(model, registry.input_shape(network), name, mend, plain=True)
     graphs = {tensor.name: tensor for tensor in made.graph.initializer}
     if odd := sorted(held.keys() - graphs.keys()):
         raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot put in their own: {mend}")

@@ -1,4 +1,4 @@
-"""Networks by name, their weights, and what they cost. torch is imported when a network is built.
+"""Construction of networks by name, with their weights and costs. torch is imported on demand.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
 functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
@@ -31,7 +31,7 @@ OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "t
 
 
 class Cost(NamedTuple):
-    """Of one example's forward pass. A multiply-add is 2 FLOPs; element-wise work is not counted."""
+    """Cost of one example's forward pass. A multiply-add is 2 FLOPs."""
 
     flops: float
     parameters: int
@@ -41,13 +41,13 @@ def build(network: Mapping[str, Any]) -> nn.Module:
     """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
-        ModelError: an unknown name, one that this board does not allow (`plugins.restrict`), or unfit settings.
+        ModelError: If the name is unknown or not allowed on this device (`plugins.restrict`), or a setting is wrong.
     """
     table = dict(network)
     name = str(table.pop("name", ""))
     for key in ("input", "register", "task"):
         table.pop(key, None)
-    factory = _factory(name)
+    factory = _find_factory(name)
     if "classes" in table and name.startswith("torchvision/"):
         table["num_classes"] = table.pop("classes")
     table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
@@ -63,7 +63,6 @@ def build(network: Mapping[str, Any]) -> nn.Module:
 
 
 def _materialise(model: nn.Module, network: Mapping[str, Any]) -> None:
-    """Give torch's lazy modules their shapes, by one example of zeros."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -73,18 +72,19 @@ def _materialise(model: nn.Module, network: Mapping[str, Any]) -> None:
         model.train()
 
 
-def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0) -> nn.Module:
-    """Build a network with weights for inference (evaluation mode).
+def load_network(network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0) -> nn.Module:
+    """Build a network with weights, in evaluation mode.
 
     Args:
-        network: its table.
-        weights: None for random ones drawn from `seed`; "DEFAULT" or another of torchvision's own
-            (downloaded by torchvision); or a file: `.safetensors`, or a state dict by `torch.save`
-            (`.pt`, `.pth`, `.th`), which is read without running code in it.
-        seed: of random weights.
+        network: Table of the network.
+        weights: None for random weights, the name of torchvision's weights such as "DEFAULT" (downloaded by
+        torchvision),
+            or a file: `.safetensors`, or a state dict of `torch.save` (`.pt`, `.pth`, `.th`), read without running its
+            code.
+        seed: Seed of random weights.
 
     Raises:
-        ModelError: the weights do not exist, or belong to another network.
+        ModelError: If the weights do not exist, or belong to another network.
     """
     import torch
 
@@ -94,23 +94,23 @@ def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed:
             torch.manual_seed(seed)
             model = build(network)
         if weights is not None:
-            _fill(model, name, Path(weights))
+            _load_weights_file(model, name, Path(weights))
     elif name.startswith("torchvision/"):
-        model = _download(name, network, str(weights))
+        model = _download_model(name, network, str(weights))
     else:
         raise ModelError(f"weights {str(weights)!r} of network {name!r}: no such file")
     return model.eval()
 
 
-def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
-    """Cost of one example of `shape` (without batch) in `model`, counted by torch's dispatcher."""
+def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
+    """Count the FLOPs of one example of `shape` (without batch), and the parameters."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
     was_training = model.training
-    with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _without_gradients(model), counter:
+    with without_fused_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _without_gradients(model), counter:
         model.eval()(torch.zeros(1, *shape))
     model.train(was_training)
     return Cost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
@@ -118,7 +118,6 @@ def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
 
 @contextlib.contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Have no parameter ask for gradients: torch's counter fails on a module that takes a view of one as its input."""
     asking = [value for value in model.parameters() if value.requires_grad]
     try:
         for value in asking:
@@ -130,10 +129,10 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_attention() -> Iterator[None]:
-    """Have `nn.MultiheadAttention` compute by single operations.
+def without_fused_attention() -> Iterator[None]:
+    """Disable the fused kernel of `nn.MultiheadAttention` in evaluation mode.
 
-    In evaluation it calls one operation of torch's own, which ONNX does not have and torch's counter does not count.
+    The fused kernel has no ONNX operation, and torch's FLOP counter ignores the kernel.
     """
     import torch
 
@@ -146,10 +145,10 @@ def plain_attention() -> Iterator[None]:
 
 
 def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of one example: from the table's "input", else from its own settings.
+    """Return the shape of one example, from the table's "input" or from its other settings.
 
     Raises:
-        ModelError: the table lacks both.
+        ModelError: If the table has neither.
     """
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
@@ -171,43 +170,43 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def needs(network: Mapping[str, Any]) -> dict[str, str]:
-    """Packages a device needs beside fedquilt to build a network: `plugins.needs` of it and of those within.
+def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
+    """Return the plug-in modules of a network and of nested tables, with version and digest.
 
     Raises:
-        ModelError: an unknown name.
+        ModelError: If the name of a network is unknown.
     """
     found: dict[str, str] = {}
-    for name in outside(network):
-        found |= _as_model(lambda name=name: plugins.needs("network", name, OURS))  # type: ignore[misc]
+    for name in plugin_networks(network):
+        found |= _convert_job_error(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
     return found
 
 
-def outside(network: Mapping[str, Any]) -> list[str]:
-    """Names in a network's table, and in the tables within, that are none of ours."""
+def plugin_networks(network: Mapping[str, Any]) -> list[str]:
+    """Return the names of plug-in networks in a table, including nested tables."""
     name = str(network.get("name", ""))
-    within = [each for value in network.values() if isinstance(value, Mapping) for each in outside(value)]
+    within = [each for value in network.values() if isinstance(value, Mapping) for each in plugin_networks(value)]
     ours = not name or name in OURS or name.startswith("torchvision/")
     return within if ours else [name, *within]
 
 
-def _as_model(find: Callable[[], Any]) -> Any:
+def _convert_job_error(find: Callable[[], Any]) -> Any:
     try:
         return find()
     except JobError as error:
         raise ModelError(str(error)) from None
 
 
-def _factory(name: str) -> Callable[..., nn.Module]:
+def _find_factory(name: str) -> Callable[..., nn.Module]:
     if name.startswith("torchvision/"):
-        return _torchvision(name)
-    own = _as_model(lambda: plugins.load("network", name, OURS))
+        return _torchvision_factory(name)
+    own = _convert_job_error(lambda: plugins.load_plugin("network", name, OURS))
     if own is not None:
-        return _own(name, own)
+        return _plugin_factory(name, own)
     from fedquilt.models.networks import sequence, small, stages, vit
 
     if name == "exits":
-        return lambda of, looks, classes: stages.exits(build(of), looks, classes)
+        return lambda of, looks, classes: stages.build_exits_network(build(of), looks, classes)
     if name in SMALL:
         return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
@@ -215,18 +214,16 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def require_callable(name: str, factory: Any) -> None:
-    """Raise ModelError unless a network's name stands for something callable."""
     if not callable(factory):
         kind = type(factory).__name__
         raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
 
 
-def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
-    """Function of a network from outside; its errors name it."""
+def _plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
     require_callable(name, factory)
     signature = inspect.signature(factory)
 
-    def build(**table: Any) -> nn.Module:
+    def build_plugin(**table: Any) -> nn.Module:
         try:
             return factory(**table)
         except Exception as error:  # code from outside may raise anything
@@ -234,16 +231,16 @@ def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
                 f"network {name!r} cannot be built from {table}: {type(error).__name__}: {error}"
             ) from None
 
-    build.__signature__ = signature  # type: ignore[attr-defined]
-    return build
+    build_plugin.__signature__ = signature  # type: ignore[attr-defined]
+    return build_plugin
 
 
-def _torchvision(name: str) -> Callable[..., nn.Module]:
-    from fedquilt.torchvision_compat import torchvision
+def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
+    from fedquilt.torchvision_compat import import_torchvision
 
     architecture = name.removeprefix("torchvision/")
     try:
-        builder: Callable[..., nn.Module] = torchvision().models.get_model_builder(architecture)
+        builder: Callable[..., nn.Module] = import_torchvision().models.get_model_builder(architecture)
     except ValueError:
         raise ModelError(
             f"torchvision has no architecture {architecture!r}: see torchvision.models.list_models()"
@@ -259,9 +256,8 @@ def _is_file(weights: str | Path) -> bool:
     return isinstance(weights, Path) or Path(weights).suffix in (".pt", ".pth", ".th", ".safetensors")
 
 
-def _fill(model: nn.Module, name: str, path: Path) -> None:
-    """Load the tensors of a file into `model`, all of them, of the same names and shapes."""
-    given = _read(path)
+def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
+    given = _read_state_dict(path)
     wanted = model.state_dict()
     # batch norm's counters are absent from many published files and unused in inference
     given |= {key: wanted[key] for key in wanted.keys() - given.keys() if not wanted[key].is_floating_point()}
@@ -275,7 +271,7 @@ def _fill(model: nn.Module, name: str, path: Path) -> None:
     model.load_state_dict(given)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
     if not path.is_file():
@@ -295,13 +291,13 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     return {str(key).removeprefix("module."): value for key, value in held.items()}
 
 
-def _download(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
-    from fedquilt.torchvision_compat import torchvision
+def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
+    from fedquilt.torchvision_compat import import_torchvision
 
-    _torchvision(name)
+    _torchvision_factory(name)
     architecture = name.removeprefix("torchvision/")
     try:
-        model = torchvision().models.get_model(architecture, weights=weights)
+        model = import_torchvision().models.get_model(architecture, weights=weights)
     except (ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{name} has no weights {weights!r} ({error}): give DEFAULT, or a file") from None
     except OSError as error:

@@ -13,7 +13,7 @@ from fedquilt.models.networks.vit import Block
 
 
 class Conv1d(nn.Module):  # type: ignore[misc]
-    """Three convolutions along time, each with pooling by 2 where steps are left, the mean over time, linear."""
+    """Three convolutions along time with pooling, a mean over time, and a linear layer."""
 
     def __init__(self, channels: int, steps: int, classes: int, width: int, kernel: int) -> None:
         super().__init__()
@@ -29,19 +29,17 @@ class Conv1d(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(before, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of series (n, steps, channels)."""
         return self.head(self.layers(x.transpose(1, 2)).mean(dim=2))
 
 
 def conv1d(channels: int, steps: int, classes: int, width: int = 16, kernel: int = 5) -> nn.Module:
-    """Convolutions along time; `kernel` is odd."""
     if kernel % 2 == 0:
         raise ValueError(f"kernel {kernel} is even: give an odd one")
     return Conv1d(channels, steps, classes, width, kernel)
 
 
 class Gru(nn.Module):  # type: ignore[misc]
-    """A gated recurrent network (Cho et al. 2014, arXiv 1406.1078) and a linear layer on its last state."""
+    """Gated recurrent network (arXiv 1406.1078) with a linear layer on the last state."""
 
     def __init__(self, channels: int, classes: int, width: int, layers: int) -> None:
         super().__init__()
@@ -49,20 +47,18 @@ class Gru(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of series (n, steps, channels)."""
         states, _ = self.recurrent(x)  # (n, steps, width)
         return self.head(states[:, -1])
 
 
 def gru(channels: int, steps: int, classes: int, width: int = 32, layers: int = 1) -> nn.Module:
-    """Recurrent network for series of any length; `steps` is only the length of the job's examples."""
     if steps < 1:
         raise ValueError(f"steps {steps}: 1 or more are wanted")
     return Gru(channels, classes, width, layers)
 
 
 class Transformer(nn.Module):  # type: ignore[misc]
-    """Embedded tokens with learned places, blocks, the mean over the tokens that are not padding, linear."""
+    """Transformer encoder with learned positions, a mean over non-padding tokens, and a linear layer."""
 
     def __init__(self, vocabulary: int, length: int, classes: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +69,6 @@ class Transformer(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of token numbers (n, length)."""
         tokens = x.long()  # engines hand over float32
         said = (tokens != 0).to(self.place.dtype).unsqueeze(2)  # (n, length, 1)
         values = (self.embed(tokens) + self.place) * said
@@ -84,7 +79,6 @@ class Transformer(nn.Module):  # type: ignore[misc]
 def transformer(
     vocabulary: int, length: int, classes: int, width: int = 32, depth: int = 2, heads: int = 2
 ) -> nn.Module:
-    """Small encoder for text; `vocabulary` is the size of its file, `length` that of an example in tokens."""
     if width % heads:
         raise ValueError(f"width {width} is not a multiple of heads {heads}")
     return Transformer(vocabulary, length, classes, width, depth, heads)

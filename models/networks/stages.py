@@ -1,4 +1,4 @@
-"""Network cut at its stages: its first stages alone, and classifiers at the inputs of stages.
+"""Networks cut to their first stages, and classifiers at the inputs of stages.
 
 torch is imported when a function here is called.
 """
@@ -15,29 +15,27 @@ from fedquilt.core import ModelError, Tensors
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks."""
-
     entrance: str  # first layer, whose input is the stage's only input
     width: int  # channels of that input
     names: tuple[str, ...]  # its tensors, running statistics too
 
 
-def first_stages(
+def keep_first_stages(
     module: Any, start: Tensors, looks: Sequence[Stage], answer: Callable[[list[Any], Any], Any], *, whole: bool
 ) -> Any:
-    """Return the module with only the tensors of `start`. `answer` makes scores of the inputs of stages.
+    """Cut a module to its first stages, in place. `answer` computes scores from stage inputs.
 
     Args:
-        module: the whole network.
-        start: tensors of the part.
-        looks: stages whose inputs are read, in order. Unless `whole`, the last of them and all that follows are
-            left out: the forward pass ends at its input.
-        answer: (inputs of these stages, pooled to (n, width) each; the scores (n, classes), None unless `whole`) ->
-            the module's scores.
-        whole: keep the stages behind the last of `looks`.
+        module: Whole network.
+        start: Tensors that remain.
+        looks: Stages whose inputs are recorded, in order. Unless `whole`, the forward pass ends at the last of these
+        inputs.
+        answer: Function from the pooled inputs, (n, width) each, and the network's scores, None unless `whole`, to
+        scores.
+        whole: Whether to keep the stages after the last of `looks`.
 
     Raises:
-        ModelError: names do not tell the order in which the network's layers are used.
+        ModelError: If the order of the network's layers does not follow from their names.
     """
     from torch import nn
 
@@ -55,7 +53,7 @@ def first_stages(
         if path in kept:
             each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
         elif not any(each.children()) and not any(path == stage.entrance for stage in looks):
-            _replace(module, path)
+            _replace_with_identity(module, path)
         else:  # only an input is read, of the layer or of one in it, and it is never run to its end
             for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
                 setattr(each, leaf, None)
@@ -63,7 +61,7 @@ def first_stages(
     used = {
         path for path, each in within.items() if not isinstance(each, nn.MultiheadAttention)
     }  # reads, calls nothing
-    plain = _forward(module)
+    plain = _current_forward(module)
 
     def forward(x: Any) -> Any:
         heard.clear()
@@ -83,29 +81,29 @@ def first_stages(
 
 
 def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
-    """Add to the network a linear layer `exit.<i>` for the input of each stage."""
+    """Add a linear layer `exit.<i>` for the input of each stage."""
     from torch import nn
 
     module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
     return module
 
 
-def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
-    """Network with a classifier before each of these stages; its scores are the mean of all classifiers' scores.
+def build_exits_network(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
+    """Return the network with an exit at each stage. Scores are the mean over all classifiers.
 
     Args:
-        module: the network without them.
-        looks: first layer of each stage and the channels of its input.
-        classes: outputs of each classifier.
+        module: Network without exits.
+        looks: First layer of each stage and the channels of its input.
+        classes: Outputs of each classifier.
     """
     import torch
 
     found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]
 
-    def answer(told: list[Any], scores: Any) -> Any:
+    def mean_scores(told: list[Any], scores: Any) -> Any:
         return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
 
-    return add_exits(first_stages(module, module.state_dict(), found, answer, whole=True), found, classes)
+    return add_exits(keep_first_stages(module, module.state_dict(), found, mean_scores, whole=True), found, classes)
 
 
 def _own_tensors(module: Any) -> list[Any]:
@@ -113,8 +111,8 @@ def _own_tensors(module: Any) -> list[Any]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _forward(module: Any) -> Callable[[Any], Any]:
-    """Forward pass of now: a sequence's own would run modules that are added to it later."""
+def _current_forward(module: Any) -> Callable[[Any], Any]:
+    # A Sequential would also run modules that are added later, so copy its modules.
     from torch import nn
 
     return nn.Sequential(*module) if type(module) is nn.Sequential else module.forward
@@ -132,7 +130,7 @@ class _Look:
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
-        pooled = _pooled(layer, x)
+        pooled = _pool_positions(layer, x)
         if pooled.shape[1] != self._stage.width:
             raise ModelError(
                 f"layer {self._stage.entrance!r} hears {pooled.shape[1]} channels, {self._stage.width} were expected"
@@ -142,8 +140,7 @@ class _Look:
             raise _Reached
 
 
-def _pooled(layer: Any, x: Any) -> Any:
-    """Input of a layer, (n, channels, ...) or (n, ..., channels), as means (n, channels)."""
+def _pool_positions(layer: Any, x: Any) -> Any:
     from torch import nn
 
     # exactly these: torchvision's LayerNorm2d, a kind of LayerNorm, has its channels first
@@ -152,7 +149,7 @@ def _pooled(layer: Any, x: Any) -> Any:
     return x.mean(dim=tuple(among)) if among else x
 
 
-def _replace(module: Any, path: str) -> None:
+def _replace_with_identity(module: Any, path: str) -> None:
     from torch import nn
 
     parent, _, leaf = path.rpartition(".")

@@ -21,7 +21,6 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
     failed = ""
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a module within the network."""
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -29,17 +28,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
             raise
 
 
-def trace(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
-    """Return the operations of a network.
-
-    Args:
-        model: The network.
-        what: Name of the network in errors.
-        fix: Advice beside rewriting the network.
-
-    Raises:
-        ModelError: If the forward pass cannot be traced. Names the module and the line that stop the trace.
-    """
+def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
     tracer = _Tracer()
     try:
         graph = tracer.trace(model)
@@ -48,14 +37,14 @@ def trace(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
         named = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"{what} cannot be traced: {named} ({type(module).__name__}{_line(error)}) stops torch.fx: {reason}; "
+            f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops "
+            f"torch.fx: {reason}; "
             f"rewrite that place without branches on values, or {fix}"
         ) from None
     return fx.GraphModule(model, graph)
 
 
-def _line(error: Exception) -> str:
-    """Place of an error in the network's own code, as ", file, line 3"."""
+def _error_location(error: Exception) -> str:
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(each.filename).parents]
     last = frames[-1]
     return "" if Path(last.filename) == Path(__file__) else f", {Path(last.filename).name}, line {last.lineno}"

@@ -1,4 +1,4 @@
-"""Tables of the available networks, for the [model] of a job: no torch, no numpy, and nothing is built.
+"""Tables that describe networks, for the [model] of a job. No network is built here.
 
 Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std. `classes` is the number of
 outputs also for networks that predict numbers or several labels (`task` of the job's data).
@@ -13,15 +13,15 @@ Table = dict[str, Any]
 
 
 def mlp(inputs: int, hidden: Sequence[int], classes: int) -> Table:
-    """Fully connected, ReLU between.
+    """Describe a fully connected network with ReLU activations.
 
     Args:
-        inputs: values of one example.
-        hidden: widths of the hidden layers.
-        classes: outputs.
+        inputs: Number of values of one example.
+        hidden: Widths of the hidden layers.
+        classes: Number of outputs.
 
     Raises:
-        JobError: `hidden` is one number instead of a list of them.
+        JobError: If `hidden` is a number instead of a list.
     """
     if isinstance(hidden, int):
         from fedquilt.core import JobError  # loads numpy
@@ -31,39 +31,39 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> Table:
 
 
 def rezero(inputs: int, classes: int, *, width: int = 32, blocks: int = 2) -> Table:
-    """Fully connected residual blocks, each behind one learnt gain (arXiv 2003.04887)."""
+    """Describe fully connected residual blocks, each with a learned gain (arXiv 2003.04887)."""
     return {"name": "rezero", "inputs": inputs, "classes": classes, "width": width, "blocks": blocks}
 
 
 def cnn(channels: int, size: int, classes: int, *, width: int = 16) -> Table:
-    """Two 5x5 convolutions with pooling and one hidden layer, for images of `size` x `size`."""
+    """Describe two 5x5 convolutions with pooling and a hidden layer, for square images."""
     return {"name": "cnn", "channels": channels, "size": size, "classes": classes, "width": width}
 
 
 def lenet(channels: int, size: int, classes: int, *, width: int = 12) -> Table:
-    """Three 5x5 convolutions with sigmoids, for images of `size` x `size`."""
+    """Describe three 5x5 convolutions with sigmoids, for square images."""
     return {"name": "lenet", "channels": channels, "size": size, "classes": classes, "width": width}
 
 
 def plain(
     channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
 ) -> Table:
-    """Four 3x3 convolutions with batch norm and pooling."""
-    return _of_images("plain", channels, size, classes, width, mean, std)
+    """Describe four 3x3 convolutions with batch norm and pooling."""
+    return _image_table("plain", channels, size, classes, width, mean, std)
 
 
 def residual(
     channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
 ) -> Table:
-    """A stem and three residual blocks with batch norm."""
-    return _of_images("residual", channels, size, classes, width, mean, std)
+    """Describe a stem and three residual blocks with batch norm."""
+    return _image_table("residual", channels, size, classes, width, mean, std)
 
 
 def separable(
     channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
 ) -> Table:
-    """A strided stem and four depthwise-separable convolutions."""
-    return _of_images("separable", channels, size, classes, width, mean, std)
+    """Describe a strided stem and four depthwise-separable convolutions."""
+    return _image_table("separable", channels, size, classes, width, mean, std)
 
 
 def vit(
@@ -76,19 +76,19 @@ def vit(
     depth: int = 4,
     heads: int = 4,
 ) -> Table:
-    """A small vision transformer (arXiv 2010.11929) for images of `size` x `size`."""
+    """Describe a small vision transformer (arXiv 2010.11929), for square images."""
     table = {"name": "vit", "channels": channels, "size": size, "classes": classes}
     return {**table, "patch": patch, "width": width, "depth": depth, "heads": heads}
 
 
 def conv1d(channels: int, steps: int, classes: int, *, width: int = 16, kernel: int = 5) -> Table:
-    """Three convolutions along time, for series and spectrograms of shape (steps, channels)."""
+    """Describe three convolutions along time, for series and spectrograms (steps, channels)."""
     table = {"name": "conv1d", "channels": channels, "steps": steps, "classes": classes}
     return {**table, "width": width, "kernel": kernel}
 
 
 def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int = 1) -> Table:
-    """A gated recurrent network (arXiv 1406.1078), for series and spectrograms of shape (steps, channels)."""
+    """Describe a gated recurrent network (arXiv 1406.1078), for series (steps, channels)."""
     table = {"name": "gru", "channels": channels, "steps": steps, "classes": classes}
     return {**table, "width": width, "layers": layers}
 
@@ -96,14 +96,14 @@ def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int
 def transformer(
     vocabulary: int, length: int, classes: int, *, width: int = 32, depth: int = 2, heads: int = 2
 ) -> Table:
-    """A small encoder for texts of `length` tokens out of `vocabulary` (`fedquilt.data.tokens`)."""
+    """Describe a small encoder for texts of `length` tokens out of `vocabulary`."""
     table = {"name": "transformer", "vocabulary": vocabulary, "length": length, "classes": classes}
     return {**table, "width": width, "depth": depth, "heads": heads}
 
 
 def resnet_cifar(depth: int, classes: int = 10) -> Table:
-    """ResNet-20, 32, 44 or 56 for images of 32 x 32 (He et al. 2015, section 4.2)."""
-    return {"name": f"resnet{depth}-cifar", "classes": classes, "input": _input(3, 32, (), ())}
+    """Describe ResNet-20, 32, 44 or 56 for images of 32 x 32 (He et al. 2015, section 4.2)."""
+    return {"name": f"resnet{depth}-cifar", "classes": classes, "input": _input_table(3, 32, (), ())}
 
 
 def torchvision(
@@ -115,17 +115,21 @@ def torchvision(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
 ) -> Table:
-    """A network of torchvision, such as "resnet18".
+    """Describe a network of torchvision, such as "resnet18".
 
     Args:
-        architecture: name in torchvision.models.
-        classes: outputs; other than 1000 means a new head.
-        weights: "DEFAULT" or another of torchvision's own, which torchvision downloads, or a file; None: random ones.
-        size: of its images, in pixels.
-        mean: by channel; default ImageNet's.
-        std: by channel; default ImageNet's.
+        architecture: Name in torchvision.models.
+        classes: Number of outputs. A number other than 1000 means a new head.
+        weights: Name of torchvision's weights such as "DEFAULT", or a file, or None for random weights.
+        size: Size of the images in pixels.
+        mean: Mean of each channel, by default ImageNet's.
+        std: Standard deviation of each channel, by default ImageNet's.
     """
-    table: Table = {"name": f"torchvision/{architecture}", "classes": classes, "input": _input(3, size, mean, std)}
+    table: Table = {
+        "name": f"torchvision/{architecture}",
+        "classes": classes,
+        "input": _input_table(3, size, mean, std),
+    }
     if weights is None:
         return table
     other = {} if weights != "DEFAULT" or classes == 1000 else {"weights_classes": 1000}
@@ -133,22 +137,22 @@ def torchvision(
 
 
 def module(name: str, /, **settings: Any) -> Table:
-    """Network of your own: "module:function" and the function's arguments; it returns a torch.nn.Module.
+    """Describe a user's network by its factory, which returns a torch.nn.Module.
 
     Args:
-        name: "module:function", or an entry point.
-        settings: arguments, among them the shape of an example: `inputs`, `channels` and `size`, or `input`.
+        name: Name "module:function", or of an entry point.
+        settings: Arguments of the factory, with the shape of an example: `inputs`, `channels` and `size`, or `input`.
     """
     return {"name": name, **settings}
 
 
-def _of_images(
+def _image_table(
     name: str, channels: int, size: int, classes: int, width: int, mean: Sequence[float], std: Sequence[float]
 ) -> Table:
     table = {"name": name, "channels": channels, "classes": classes, "width": width}
-    return {**table, "input": _input(channels, size, mean, std)}
+    return {**table, "input": _input_table(channels, size, mean, std)}
 
 
-def _input(channels: int, size: int, mean: Sequence[float], std: Sequence[float]) -> Table:
+def _input_table(channels: int, size: int, mean: Sequence[float], std: Sequence[float]) -> Table:
     given = {"mean": list(mean), "std": list(std)}
     return {"channels": channels, "size": size, **{key: value for key, value in given.items() if value}}

@@ -1,4 +1,4 @@
-"""Register of a network's tensors, traced by running it. Imports torch."""
+"""Register of a network's tensors, traced with an example. Requires torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from fedquilt.tensor_register import ATTENTION, MADE_OF, Entry, Kind, Register
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
-def of_table(network: Mapping[str, Any]) -> Register:
-    """Return the register of the network that a table describes."""
+def register_from_table(network: Mapping[str, Any]) -> Register:
     return trace_register(registry.build(network), registry.input_shape(network))
 
 
@@ -44,14 +43,12 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> Register:
 
 
 def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a network's state with each tensor once, under the first of its names."""
     state = model.state_dict(keep_vars=True)
     first = {same[0] for same in names_of_tensors(model)}
     return {name: value for name, value in state.items() if name in first}
 
 
 def names_of_tensors(model: nn.Module) -> list[list[str]]:
-    """Return all names of each tensor in a network's state."""
     return list(_names_by_id(model).values())
 
 
@@ -73,7 +70,6 @@ def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Mo
 
 
 def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each tensor in a network's state, by the tensor's `id`."""
     found: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), []).append(name)
@@ -81,7 +77,6 @@ def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _module_type(module: nn.Module) -> str:
-    """Return the name of the torch.nn class of a module, or of its base, or the module's full name."""
     if isinstance(module, Attention):
         return ATTENTION
     for kind in type(module).__mro__:
@@ -108,14 +103,14 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
     """Return the paths of the modules in the order of their first call, in evaluation mode."""
     called: dict[str, None] = {}
 
-    def hook(path: str) -> Any:
+    def record_call(path: str) -> Any:
         return lambda module, inputs: called.setdefault(path)
 
-    watches = [each.register_forward_pre_hook(hook(path)) for path, each in model.named_modules()]
+    watches = [each.register_forward_pre_hook(record_call(path)) for path, each in model.named_modules()]
     was_training = model.training
     place = next((value.device for value in model.parameters()), torch.device("cpu"))
     try:
-        with registry.plain_attention(), torch.no_grad():
+        with registry.without_fused_attention(), torch.no_grad():
             model.eval()(torch.zeros(1, *shape, device=place))
     finally:
         model.train(was_training)
@@ -141,5 +136,4 @@ def _names_changed_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]
 
 
 def _tensors_in(told: Any) -> list[torch.Tensor]:
-    """Return the tensors in a nested result of a network."""
     return [each for each in torch.utils._pytree.tree_leaves(told) if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Small vision transformer for boards, with attention whose output projection is a called layer. Imports torch.
+"""Small vision transformer whose attention calls its output projection as a layer.
 
 Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021 (arXiv 2010.11929), section 3.1, with the mean over
 patches for the class token (Beyer et al., arXiv 2205.01580), so that a small one learns from few examples.
@@ -18,8 +18,8 @@ from fedquilt.core import ModelError
 class Attention(nn.Module):  # type: ignore[misc]
     """Self-attention with the tensors of `torch.nn.MultiheadAttention`, batch first.
 
-    torch's own reads the weight of `out_proj` and never calls it, so nothing could be put beside it. Nor do
-    `torch.nn.TransformerEncoder`'s layers, which read the two attributes below, take a fused kernel in place of it.
+    torch's own attention reads the weight of `out_proj` without a call, so that no adapter could be inserted. The two
+    attributes below keep `torch.nn.TransformerEncoder` from its fused kernel.
     """
 
     batch_first = True
@@ -37,11 +37,11 @@ class Attention(nn.Module):  # type: ignore[misc]
         nn.init.zeros_(self.out_proj.bias)
 
     @classmethod
-    def of(cls, other: nn.MultiheadAttention) -> Attention:
-        """The same attention with the same tensors.
+    def from_torch(cls, other: nn.MultiheadAttention) -> Attention:
+        """Return the same attention, with the tensors of a torch module.
 
         Raises:
-            ValueError: it is not plain self-attention with one input projection, batch first.
+            ValueError: If the module is not plain self-attention with one input projection, batch first.
         """
         if other.in_proj_weight is None or other.bias_k is not None or other.add_zero_attn or not other.batch_first:
             raise ValueError("only self-attention with one input projection, batch first, can be adapted")
@@ -59,11 +59,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         is_causal: bool = False,
         **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n, patches, width) -> the same, and None. Further inputs are those of torch's own: the same again.
-
-        Raises:
-            ModelError: it is asked for attention to another input, or with a mask.
-        """
+        # torch's layers pass the input again as key and value.
         if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
             raise ModelError(
                 "only self-attention without a mask can be adapted: take another network, or another method"
@@ -77,8 +73,6 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Attention and two linear layers, each with its normalisation before and a shortcut around it."""
-
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
@@ -86,14 +80,11 @@ class Block(nn.Module):  # type: ignore[misc]
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Values (n, patches, width) of values (n, patches, width)."""
         x = x + self.attention(self.norm1(x))[0]
         return x + self.mlp(self.norm2(x))
 
 
 class ViT(nn.Module):  # type: ignore[misc]
-    """Square patches, learned places, blocks, the mean over patches, a linear head."""
-
     def __init__(
         self, channels: int, size: int, classes: int, patch: int, width: int, depth: int, heads: int, hidden: int
     ) -> None:
@@ -107,7 +98,6 @@ class ViT(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of images (n, channels, size, size)."""
         patches = self.embed(x).flatten(2).transpose(1, 2) + self.place  # (n, patches, width)
         return self.head(self.norm(self.blocks(patches)).mean(dim=1))
 
@@ -122,7 +112,7 @@ def vit(
     heads: int = 4,
     hidden: int = 0,
 ) -> nn.Module:
-    """Vision transformer; `hidden` neurons between the two linear layers of a block, 0: twice the width.
+    """Build a vision transformer. `hidden` is the width between a block's two linear layers.
 
     ViT-Tiny/16 is patch 16, width 192, depth 12, heads 3, hidden 768.
     """

@@ -1,1 +1,1 @@
-"""Parts of networks: by width and depth, under masks, behind gates, or as adapters."""
+"""Sub-networks by width, depth or mask, gated copies, and adapters."""

@@ -1,8 +1,8 @@
-"""Sub-models by depth: the stages of a network, found from its tensors' names, and its first stages alone.
+"""Division of a network into stages, from the names of its tensors.
 
-A stage is one or more consecutive blocks. Between two of them the network has one value, the input of the next one's
-first layer. The trace of `fedquilt prepare` gives the order of layers; it is checked when the network runs.
-numpy only; `models.networks.stages` builds networks from it.
+A stage is one or more consecutive blocks. Between two stages the network has one value, the input of the first layer of
+the next stage. The order of layers comes from the trace of `fedquilt prepare` and is checked when the network runs.
+Requires numpy only. `models.networks.stages` builds the networks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Body:
-    """Network in stages, and the classifier behind them."""
-
     stages: tuple[Stage, ...]
     head: str
     head_names: tuple[str, ...]
@@ -34,11 +32,11 @@ class Body:
 def split_stages(model: Tensors, count: int, register: Register) -> Body:
     """Split the network into `count` stages, or as many as it has blocks.
 
-    A block is given by the first number in its layers' names ("layer1.0"), or is a layer without one ("conv1"). A block
-    without weights to hear anything with, a last normalisation or the embedding of places, goes with its neighbour.
+    A block is given by the first number in its layers' names ("layer1.0"), or is a layer without a number ("conv1"). A
+    block without weights joins its neighbour.
 
     Raises:
-        ModelError: it has no plain last linear layer, or nothing before it, or two stages share a tensor.
+        ModelError: If there is no plain last linear layer or nothing before it, or if two stages share a tensor.
     """
     found, head = register.parameters_by_layer(), register.classifier()
     if head is None:
@@ -47,17 +45,17 @@ def split_stages(model: Tensors, count: int, register: Register) -> Body:
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:
-            blocks.setdefault(_block(_called_module(register, layer)), []).append(layer)
-    named = register.weights()
+            blocks.setdefault(_block_name(_called_module(register, layer)), []).append(layer)
+    named = register.weights_by_module()
     shapes = {layer: model[named[layer]].shape for layer in found if named.get(layer) in model}
     weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
-    whole = _joined(weights, list(blocks.values()))
+    whole = _merge_blocks(weights, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
     parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
     members = [[layer for i in part for layer in whole[i]] for part in parts]
     stages = tuple(
-        Stage(_entrance_layer(register, some), _heard(weights, some), _tensors_of_layers(register, some))
+        Stage(_entrance_layer(register, some), _input_channels(weights, some), _tensors_of_layers(register, some))
         for some in members
     )
     if len(stages) > 1:
@@ -74,14 +72,14 @@ def _called_module(register: Register, layer: str) -> str:
     return path or layer
 
 
-def _block(layer: str) -> str:
+def _block_name(layer: str) -> str:
     parts = layer.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
 
 
-def _joined(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
-    """Blocks with weights; one without joins the block before it, those at the front join the first."""
+def _merge_blocks(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
+    # A block without weights joins the block before it. Those at the front join the first block.
     found: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
@@ -99,11 +97,8 @@ def _entrance_layer(register: Register, some: Sequence[str]) -> str:
     return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
 
 
-def _heard(weights: Shapes, some: Sequence[str]) -> int:
-    """Input channels of the first of these layers; a depthwise convolution has as many as outputs.
-
-    A first layer of single numbers, such as a gain, has the inputs of the first one with weights.
-    """
+def _input_channels(weights: Shapes, some: Sequence[str]) -> int:
+    # A depthwise convolution has as many input channels as outputs.
     shape = next(weights[layer] for layer in some if layer in weights)
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
@@ -115,10 +110,10 @@ def _tensors_of_layers(register: Register, some: Sequence[str]) -> tuple[str, ..
 
 def _require_separate_tensors(register: Register, members: Sequence[Sequence[str]]) -> None:
     """Raise ModelError if two stages use one tensor: each trains and sends its own."""
-    stage = {_block(layer): number for number, some in enumerate(members) for layer in some}
+    stage = {_block_name(layer): number for number, some in enumerate(members) for layer in some}
     for entry in register.tensors:
         for alias in entry.aliases:
-            if stage.get(_block(alias.rpartition(".")[0]), -1) != stage.get(_block(entry.layer)):
+            if stage.get(_block_name(alias.rpartition(".")[0]), -1) != stage.get(_block_name(entry.layer)):
                 raise ModelError(
                     f"the tensor {entry.name!r} is {alias!r} as well, in another part of the network: a network whose "
                     "parts share tensors cannot be cut by depth, so give each its own or take another method"

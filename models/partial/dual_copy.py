@@ -1,15 +1,15 @@
-"""Network in two copies: a frozen one decides which units are on, the other one's values are trained. Imports torch.
+"""Network in two copies: the frozen copy sets the gates, and the other copy is trained.
 
-DualCopy, as FedSQ has it (arXiv 2604.02990, Definition 2 and section III-B): for every pointwise
-nonlinearity l behind the first trained tensor, alpha_l = 1[z_l > 0] is taken from the frozen structural
-copy (SK), and the trained quantitative copy (QK) has h_l = alpha_l * z_l in place of the nonlinearity.
-Everything before the first trained tensor is the same in both copies and runs once.
+DualCopy, as in FedSQ (arXiv 2604.02990, Definition 2 and section III-B): for every pointwise nonlinearity l after the
+first trained tensor, alpha_l = 1[z_l > 0] comes from the frozen structural copy (SK), and the trained quantitative copy
+(QK) has h_l = alpha_l * z_l instead of the nonlinearity. All operations before the first trained tensor are the same in
+both copies and run once.
 
-ReLU6 and leaky ReLU are piecewise linear as ReLU is, with another border or slope: these are kept, so
-that two equal copies are the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the
-binary gate, as in the paper: the copy is then another function than the network from the start.
-Sigmoid, tanh, softmax and PReLU are no gates and stay, and so does a nonlinearity behind the
-last layer with weights: it is part of the head, which for new classes has no pre-trained values.
+ReLU6 and leaky ReLU are piecewise linear with another cap or slope. These are kept, so that two equal copies compute
+the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the binary gate, as in the paper, which changes
+the function from the start. Sigmoid, tanh, softmax and PReLU are not gates and stay. A nonlinearity after the last
+layer with
+weights also stays: it is part of the head, which for new classes has no pre-trained values. Requires torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fedquilt.core import ModelError
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import gate_cache
 from fedquilt.models.partial.dual_trace import (
-    before_weights,
-    covers,
-    depending,
-    gate_of,
-    pool_settings,
-    pools,
-    quiet,
-    second,
-    trace,
+    gate_function,
+    is_max_pool,
+    is_trained,
+    make_out_of_place,
+    max_pool_settings,
+    nodes_after_trained,
+    nodes_before_weights,
+    second_of_pair,
+    trace_network,
 )
 
 Gates = Literal["frozen", "own"]
@@ -46,33 +46,33 @@ Pool = Literal["own", "sk"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def gated(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
-    """Gated value alpha * z; slope * z where it is off. An infinite z that is off gives NaN, without a slope."""
+def gate_value(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
+    """Return alpha * z, or slope * z where the gate is off."""
     return torch.where(on, z, slope * z) if slope else z * on  # a product takes a third of `where`'s time
 
 
-def capped(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
-    """Gated value alpha * z, or `cap` where the structural copy has reached it."""
+def gate_with_cap(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return alpha * z, or `cap` where the structural copy has reached the cap."""
     return torch.where(full, cap, z * on)
 
 
-def chosen(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Max pooling at the structural copy's places. `indices` (n, c, h, w): places in each flattened map."""
+def pool_at_indices(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return max pooling at the structural copy's `indices`, (n, c, h, w) in each flattened map."""
     return z.flatten(2).gather(2, indices.flatten(2).long()).view(indices.shape)
 
 
 class DualCopy:
-    """Division of a network for a schedule of trained modules. Holds operations, no weights.
+    """Division of a network into frozen and trained operations, for a set of trained modules.
 
     Args:
-        network: a table (`fedquilt.models.networks.registry`).
-        trained: names of modules or tensors that are trained; the others are frozen (the paper's sigma).
-        gates: "own" keeps the network's own nonlinearities: FedAvg on the same trained part.
-        bn: whether batch norm behind the first trained tensor keeps the pre-trained statistics, or has its own.
-        pool: whether max pooling uses its own largest values, or the structural copy's places.
+        network: Table of the network (`fedquilt.models.networks.registry`).
+        trained: Names of trained modules or tensors, the paper's sigma. All others are frozen.
+        gates: "frozen" for gates of the structural copy, "own" for the network's own nonlinearities.
+        bn: Whether batch norm in the trained part keeps the pre-trained statistics or updates them.
+        pool: Whether max pooling uses its own largest values or the structural copy's indices.
 
     Raises:
-        ModelError: the network cannot be traced, or nothing of it is trained.
+        ModelError: If the network cannot be traced, or if no tensor of it is trained.
     """
 
     def __init__(
@@ -87,48 +87,53 @@ class DualCopy:
         with torch.device("meta"):  # the shape of the network alone
             model = registry.build({key: value for key, value in network.items() if key != "input"})
         self._name, self._keep_statistics = str(network.get("name")), bn == "frozen_stats"
-        self._traced = trace(model, self._name)
-        self._late = depending(self._traced, trained)
+        self._traced = trace_network(model, self._name)
+        self._late = nodes_after_trained(self._traced, trained)
         if not self._late:
             raise ModelError(
                 f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
             )
         frozen = gates == "frozen"
-        inner = before_weights(self._traced)
+        inner = nodes_before_weights(self._traced)
         self._gates = {
-            node: found for node in self._late if frozen and node in inner and (found := gate_of(self._traced, node))
+            node: found
+            for node in self._late
+            if frozen and node in inner and (found := gate_function(self._traced, node))
         }
-        self._pools = [node for node in self._late if frozen and pool == "sk" and pools(self._traced, node)]
-        self._entries = self._boundary()
+        self._pools = [node for node in self._late if frozen and pool == "sk" and is_max_pool(self._traced, node)]
+        self._entries = self._boundary_nodes()
         tail, frozen, whole = (
-            _module(model, graph)
-            for graph in (self._build_late_graph(), self._looking(scores=False), self._looking(scores=True))
+            _graph_module(model, graph)
+            for graph in (
+                self._build_late_graph(),
+                self._build_frozen_graph(scores=False),
+                self._build_frozen_graph(scores=True),
+            )
         )
         self._tail, self._look, self._look_scores = tail, frozen, whole
         self.names = tuple(tail.state_dict())
         """Tensors behind the first trained one: the quantitative copy's."""
-        self.trained = tuple(name for name, _ in tail.named_parameters() if covers(trained, name))
+        self.trained = tuple(name for name, _ in tail.named_parameters() if is_trained(trained, name))
         """Those of them that gradients update."""
         self.frozen_names = tuple(frozen.state_dict())
         """Tensors that the structural copy needs for gates and features."""
         self.all_names = tuple(whole.state_dict())
         """And for scores."""
 
-    def pair(self, model: nn.Module) -> nn.Module:
-        """Both copies: examples in, scores out. Holds "frozen.NAME" of `frozen_names` and "qk.NAME" of `names`."""
+    def build_pair(self, model: nn.Module) -> nn.Module:
+        """Return both copies as a module from examples to scores."""
         return Pair(Part(self._look, copy.deepcopy(model)), Part(self._tail, model), self._keep_statistics)
 
-    def tail(self, model: nn.Module, layout: gate_cache.Layout) -> nn.Module:
-        """Quantitative copy alone: rows computed earlier in, scores out. Holds "qk.NAME"."""
+    def build_tail(self, model: nn.Module, layout: gate_cache.Layout) -> nn.Module:
+        """Return the quantitative copy as a module from cached rows to scores."""
         return Tail(layout, Part(self._tail, model), self._keep_statistics)
 
-    def looker(self, model: nn.Module, sink: Callable[[gate_cache.Seen], None]) -> nn.Module:
-        """Frozen network: scores out, and the tail's inputs to `sink`. Holds "frozen.NAME" of `all_names`."""
+    def build_observer(self, model: nn.Module, sink: Callable[[gate_cache.Seen], None]) -> nn.Module:
+        """Return the frozen network, which passes the inputs of the trained part to `sink`."""
         counts = len(self._entries), len(self._pools)
         return Looker(Part(self._look_scores, model), counts, sink)
 
-    def _boundary(self) -> list[fx.Node]:
-        """Values of the frozen part that the trained one reads, in the order they arise."""
+    def _boundary_nodes(self) -> list[fx.Node]:
         used = {source for node in self._late for source in node.all_input_nodes}
         return [
             node
@@ -136,21 +141,20 @@ class DualCopy:
             if node in used and node not in self._late and node.op != "get_attr"
         ]
 
-    def _looking(self, *, scores: bool) -> fx.Graph:
-        """Examples -> values at the boundary, indices of pools, masks, and scores."""
+    def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:
             if node.op == "output":
                 continue
-            copies[node] = quiet(graph.node_copy(node, copies.__getitem__))
+            copies[node] = make_out_of_place(graph.node_copy(node, copies.__getitem__))
             if node in self._pools:
                 both = graph.call_function(
                     F.max_pool2d,
                     (copies[node.args[0]],),
-                    {**pool_settings(self._traced, node), "return_indices": True},
+                    {**max_pool_settings(self._traced, node), "return_indices": True},
                 )
-                indices.append(graph.call_function(second, (both,)))
+                indices.append(graph.call_function(second_of_pair, (both,)))
         masks = []
         for node, gate in self._gates.items():
             z = copies[node.all_input_nodes[0]]
@@ -176,26 +180,25 @@ class DualCopy:
             if node.op == "output":
                 graph.output(copies[node.args[0]])
             elif node in places:
-                copies[node] = graph.call_function(chosen, (copies[node.args[0]], places[node]))
+                copies[node] = graph.call_function(pool_at_indices, (copies[node.args[0]], places[node]))
             elif node in masks:
                 z, gate = copies[node.all_input_nodes[0]], self._gates[node]
                 copies[node] = (
-                    graph.call_function(gated, (z, *masks[node], gate.slope))
+                    graph.call_function(gate_value, (z, *masks[node], gate.slope))
                     if gate.cap is None
-                    else graph.call_function(capped, (z, *masks[node], gate.cap))
+                    else graph.call_function(gate_with_cap, (z, *masks[node], gate.cap))
                 )
             elif node in self._late or (node.op == "get_attr" and not self._late.keys().isdisjoint(node.users)):
-                copies[node] = quiet(graph.node_copy(node, copies.__getitem__))
+                copies[node] = make_out_of_place(graph.node_copy(node, copies.__getitem__))
         return graph
 
 
-def planned(network: Mapping[str, Any], trained: Sequence[str], **options: str) -> DualCopy:
-    """Make a `DualCopy`, cached for later tasks of this process."""
-    return _planned(json.dumps([network, list(trained), options], sort_keys=True))
+def cached_dual_copy(network: Mapping[str, Any], trained: Sequence[str], **options: str) -> DualCopy:
+    return _build_cached(json.dumps([network, list(trained), options], sort_keys=True))
 
 
 @lru_cache(maxsize=8)
-def _planned(settings: str) -> DualCopy:
+def _build_cached(settings: str) -> DualCopy:
     network, trained, options = json.loads(settings)
     return DualCopy(network, trained, **options)
 
@@ -203,8 +206,7 @@ def _planned(settings: str) -> DualCopy:
 class Part(nn.Module):  # type: ignore[misc]
     """Operations of a network on its own modules, under their own names.
 
-    A new GraphModule would compile them again, and torch keeps the source of every one: a process that is
-    kept for many tasks would grow.
+    torch keeps the source of every new GraphModule, so that a long-lived process would grow.
     """
 
     def __init__(self, operations: fx.GraphModule, model: nn.Module) -> None:
@@ -215,16 +217,15 @@ class Part(nn.Module):  # type: ignore[misc]
                 module = model.get_submodule(str(node.target))
                 if getattr(module, "inplace", False):
                     module.inplace = False  # a gate reads the input
-                self._place(str(node.target), module)
+                self._attach(str(node.target), module)
             elif node.op == "get_attr":
                 owner, _, name = str(node.target).rpartition(".")
-                self._place(str(node.target), getattr(model.get_submodule(owner), name))
+                self._attach(str(node.target), getattr(model.get_submodule(owner), name))
 
     def forward(self, *values: torch.Tensor) -> Any:
-        """Run the operations on the inputs, in the order of the graph."""
         return self._forward(self, *values)
 
-    def _place(self, path: str, value: Any) -> None:
+    def _attach(self, path: str, value: Any) -> None:
         *parents, name = path.split(".")
         at: nn.Module = self
         for parent in parents:
@@ -238,14 +239,11 @@ class Part(nn.Module):  # type: ignore[misc]
 
 
 class _Trained(nn.Module):  # type: ignore[misc]
-    """Batch norm may keep its statistics, and a frozen copy is never in training mode."""
-
     def __init__(self, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__()
         self.qk, self._keep = qk, keep_statistics
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Set training mode; batch norm that keeps its statistics stays in evaluation mode."""
         super().train(mode)
         for module in self.qk.modules():
             if self._keep and isinstance(module, NORMS) and module.track_running_stats:
@@ -254,35 +252,28 @@ class _Trained(nn.Module):  # type: ignore[misc]
 
 
 class Pair(_Trained):
-    """SK and QK on the same examples."""
-
     def __init__(self, frozen: nn.Module, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__(qk, keep_statistics)
         self.frozen = frozen.requires_grad_(False)
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Set training mode of QK; SK stays in evaluation mode."""
         super().train(mode)
         self.frozen.eval()
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of examples (n, ...)."""
         with torch.no_grad():
             seen = self.frozen(x)
         return self.qk(*seen)
 
 
 class Tail(_Trained):
-    """QK on cached outputs of SK for the same examples."""
-
     def __init__(self, layout: gate_cache.Layout, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__(qk, keep_statistics)
         self._layout = layout
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scores (n, classes) of cached rows (n, row_bytes)."""
-        seen = gate_cache.unpack(rows, self._layout)
+        seen = gate_cache.unpack_rows(rows, self._layout)
         if any(weight.ndim == 4 and weight.stride(3) > 1 for weight in self.qk.parameters()):
             # a gate whose layout is not that of what it gates is applied number by number
             seen = [each.contiguous(memory_format=torch.channels_last) if each.ndim == 4 else each for each in seen]
@@ -290,14 +281,13 @@ class Tail(_Trained):
 
 
 class Looker(nn.Module):  # type: ignore[misc]
-    """SK, whose features and gates are passed to the sink. In training mode (a trial run) nothing is."""
+    """Structural copy that passes features and gates to a sink in evaluation mode."""
 
     def __init__(self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[gate_cache.Seen], None]) -> None:
         super().__init__()
         self.frozen, self._counts, self._sink = frozen, counts, sink
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of examples; in evaluation mode features and gates go to the sink."""
         *seen, scores = self.frozen(x)
         if not self.training:
             values, pools = self._counts
@@ -305,8 +295,7 @@ class Looker(nn.Module):  # type: ignore[misc]
         return scores
 
 
-def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Graph over the model's own modules, without modules and operations it does not need."""
+def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     made = fx.GraphModule(model, graph)
     made.graph.eliminate_dead_code()
     made.delete_all_unused_submodules()

@@ -1,4 +1,4 @@
-"""Parts of a traced network: gates, pools, and the operations behind the first trained tensor. Imports torch."""
+"""Gates, pools and trained operations in a traced network. Requires torch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
 RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
 
 
-def covers(trained: Sequence[str], name: str) -> bool:
-    """Whether a tensor belongs to one of these modules, or is one of these tensors."""
+def is_trained(trained: Sequence[str], name: str) -> bool:
+    """Return whether a tensor is listed in `trained`, or belongs to a module listed there."""
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Piecewise linear nonlinearity: its slope below the gate and its cap above."""
+    """Piecewise linear gate: its slope when off, and its cap when on."""
 
     slope: float = 0.0  # of what is off
     cap: float | None = None  # of what is on; None: none
 
 
-def gate_of(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
-    """Gate in place of this operation in the quantitative copy; None: it is no gating nonlinearity."""
+def gate_function(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
+    """Return the gate that replaces an operation, or None if the operation is no gate."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -51,13 +51,12 @@ def gate_of(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
     return Gate() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
 
 
-def pools(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether an operation is a max pool."""
-    return bool(pool_settings(traced, node))
+def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
+    return bool(max_pool_settings(traced, node))
 
 
-def pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
-    """Keywords of F.max_pool2d for a max pool; {}: it is none."""
+def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    """Return the keywords of F.max_pool2d, or {} if the operation is no max pool."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -70,13 +69,11 @@ def pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     return {}
 
 
-def second(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Second of a pair, as an operation of the graph."""
+def second_of_pair(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return both[1]
 
 
-def quiet(node: fx.Node) -> fx.Node:
-    """Turn an in-place nonlinearity into one that keeps its input, which a gate reads."""
+def make_out_of_place(node: fx.Node) -> fx.Node:
     if node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
     if node.op == "call_method" and node.target == "relu_":
@@ -86,45 +83,43 @@ def quiet(node: fx.Node) -> fx.Node:
     return node
 
 
-def depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
-    """Operations that depend on a trained tensor, in order."""
+def nodes_after_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
     late: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
             continue
-        if any(source in late for source in node.all_input_nodes) or uses(traced, node, trained):
+        if any(source in late for source in node.all_input_nodes) or uses_tensors(traced, node, trained):
             late[node] = None
     return late
 
 
-def before_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Operations whose value is read by a layer with weights."""
+def nodes_before_weights(traced: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
-        if node in found or uses(traced, node, None):
+        if node in found or uses_tensors(traced, node, None):
             found.update(node.all_input_nodes)
     return found
 
 
-def uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
-    """Whether it has a tensor of its own among the trained ones; None: any."""
+def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
+    """Return whether an operation uses a trained tensor or, with None, any tensor."""
     if node.op == "get_attr":
         names = [str(node.target)]
     elif node.op == "call_module":
         names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
     else:
         names = []
-    return any(trained is None or covers(trained, name) for name in names)
+    return any(trained is None or is_trained(trained, name) for name in names)
 
 
-def trace(model: nn.Module, name: str) -> fx.GraphModule:
-    """Trace a network with torch.fx.
+def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
+    """Trace a network with torch.fx, in evaluation mode.
 
     Raises:
-        ModelError: it branches on values, or has several outputs.
+        ModelError: If the forward pass branches on values or has several outputs.
     """
     model.eval()  # in training mode some give more than scores
-    traced = symbolic.trace(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
+    traced = symbolic.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):

@@ -1,9 +1,9 @@
-"""Cached outputs of a frozen network for examples, a row of bytes each, on disk: features, and gates in one bit each.
+"""Cache on disk of a frozen network's features and gates, one row of bytes per example.
 
-A row holds the values that enter the trained part (float32 or float16), then the indices of max pools
-(int32), then each mask in bits, least significant first, each part filled up to whole 4 or 1 bytes. The
-file is read row by row, never mapped: the kernel's cache of it is no part of the process. Each row is compared
-with its CRC-32 when it is read; a file with a damaged one is made anew by the next task.
+A row contains the inputs of the trained part (float32 or float16), then the indices of max pools (int32), then each
+mask in bits, least significant first, each part padded to whole 4 or 1 bytes. The file is read row by row and is never
+mapped, so that the kernel's cache does not count as memory of the process. Each row has a CRC-32. The next task
+recreates a damaged file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="
 
 
 class Seen(NamedTuple):
-    """One batch: each tensor is (n, ...)."""
-
     values: Sequence[torch.Tensor]  # float
     indices: Sequence[torch.Tensor]  # integers
     masks: Sequence[torch.Tensor]  # bool
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shapes in a row, without the batch, and the type of stored values."""
-
     values: tuple[tuple[int, ...], ...]
     indices: tuple[tuple[int, ...], ...]
     masks: tuple[tuple[int, ...], ...]
@@ -50,23 +46,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of the values in a row."""
-        return _filled((2 if self.half else 4) * sum(map(prod, self.values)))
+        return _round_up_to_4((2 if self.half else 4) * sum(map(prod, self.values)))
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the pools' indices in a row."""
         return 4 * sum(map(prod, self.indices))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return _filled(self.value_bytes + self.index_bytes + sum(-(-prod(shape) // 8) for shape in self.masks))
+        return _round_up_to_4(self.value_bytes + self.index_bytes + sum(-(-prod(shape) // 8) for shape in self.masks))
 
 
 class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a file of rows, written last: the key of their examples, and how to read them."""
-
     key: str
     rows: int
     layout: Layout
@@ -74,15 +65,14 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
 
-class NoRoomError(Exception):
-    """The rows would exceed their size limit."""
+class NoRoomError(Exception): ...
 
 
-def layout(seen: Seen, *, half: bool) -> Layout:
-    """Layout of rows for a batch like this.
+def row_layout(seen: Seen, *, half: bool) -> Layout:
+    """Return the layout of rows for batches like this.
 
     Raises:
-        ModelError: a part is not one tensor with the examples first.
+        ModelError: If a value is not a tensor with the examples first.
     """
     every = [*seen.values, *seen.indices, *seen.masks]
     count = {len(each) if hasattr(each, "shape") and len(each.shape) else 0 for each in every}
@@ -92,11 +82,11 @@ def layout(seen: Seen, *, half: bool) -> Layout:
     return Layout(values, indices, masks, half)
 
 
-def pack(seen: Seen, like: Layout) -> np.ndarray:
+def pack_rows(seen: Seen, like: Layout) -> np.ndarray:
     """Pack a batch as rows (n, row_bytes) uint8.
 
     Raises:
-        ModelError: a value is too large for 16 bits.
+        ModelError: If a value is too large for 16 bits.
     """
     count = len((*seen.values, *seen.masks)[0])
     rows = np.zeros((count, like.row_bytes), np.uint8)
@@ -107,17 +97,17 @@ def pack(seen: Seen, like: Layout) -> np.ndarray:
             kept = flat.astype(np.float16 if like.half else np.float32)
         if like.half and np.isinf(kept).any():
             raise ModelError(f'features of up to {np.abs(flat).max():.3g} do not fit 16 bits: set cache = "float32"')
-        at = _put(rows, at, kept)
+        at = _write_columns(rows, at, kept)
     at = like.value_bytes
     for index in seen.indices:
-        at = _put(rows, at, index.cpu().numpy().reshape(count, -1).astype(np.int32))
+        at = _write_columns(rows, at, index.cpu().numpy().reshape(count, -1).astype(np.int32))
     for mask in seen.masks:
-        at = _put(rows, at, np.packbits(mask.cpu().numpy().reshape(count, -1), axis=1, bitorder="little"))
+        at = _write_columns(rows, at, np.packbits(mask.cpu().numpy().reshape(count, -1), axis=1, bitorder="little"))
     return rows
 
 
-def unpack(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
-    """Values (float32), indices and masks (bool) from rows (n, row_bytes) uint8, in this order."""
+def unpack_rows(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
+    """Return values (float32), indices and masks (bool) from rows (n, row_bytes) uint8."""
     import torch
 
     count, at, found = len(rows), 0, []
@@ -140,7 +130,7 @@ def unpack(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
 
 
 class Rows:
-    """Rows in a file, usable as `fedquilt.core.Examples`: `rows[[3, 1]]` reads two."""
+    """Cached rows in a file, usable as `fedquilt.core.Examples`: `rows[[3, 1]]` reads two rows."""
 
     dtype = np.dtype(np.uint8)
 
@@ -152,7 +142,7 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Raises StoreError if the file is gone, was cut short, or is damaged."""
+        # Raises StoreError if the file is missing, truncated or damaged.
         found = np.empty((len(rows), self.shape[1]), np.uint8)
         try:
             with self._path.open("rb", buffering=0) as file:
@@ -168,11 +158,14 @@ class Rows:
 
 
 class Writer:
-    """Writes rows into `folder`/`name`.rows, whole or not at all; an older file of that name is removed.
+    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file.
 
     Args:
-        count: number of rows to come.
-        most_bytes: largest file allowed; it must also leave some of the disk free.
+        folder: Folder of the file.
+        name: Name of the file without its suffix.
+        count: Number of rows to write.
+        half: Whether values are stored in 16 bits.
+        most_bytes: Size limit of the file. Some of the disk must also stay free.
     """
 
     def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
@@ -182,18 +175,18 @@ class Writer:
         self._part = folder / f"{name}.part"
         self._sums: list[int] = []
 
-    def put(self, seen: Seen) -> None:
+    def write_batch(self, seen: Seen) -> None:
         """Write the next batch.
 
         Raises:
-            NoRoomError: there is no room for all rows.
-            ModelError: as `layout` and `pack`.
+            NoRoomError: If the rows exceed the limit or the free disk space.
+            ModelError: If the batch cannot be packed, as in `row_layout` and `pack_rows`.
         """
         try:
             if self._layout is None:
-                self._layout = layout(seen, half=self._half)
-                self._begin(self._count * self._layout.row_bytes)
-            rows = pack(seen, self._layout)
+                self._layout = row_layout(seen, half=self._half)
+                self._start_file(self._count * self._layout.row_bytes)
+            rows = pack_rows(seen, self._layout)
             with self._part.open("ab") as file:
                 file.write(rows.tobytes())
             self._sums += [zlib.crc32(row) for row in rows]
@@ -202,22 +195,22 @@ class Writer:
                 self._part.unlink()
             raise NoRoomError(str(error)) from None
 
-    def close(self, key: str) -> Kept:
-        """Complete the file.
+    def finish(self, key: str) -> Kept:
+        """Complete the file and return its description.
 
         Raises:
-            NoRoomError: it cannot be stored.
+            NoRoomError: If the file cannot be stored.
         """
         assert self._layout is not None
         kept = Kept(key, self._count, self._layout, np.array(self._sums, ">u4").tobytes().hex())
         try:
             os.replace(self._part, self._folder / f"{self._name}.rows")
-            (self._folder / f"{self._name}.json").write_bytes(checked.encode(kept))
+            (self._folder / f"{self._name}.json").write_bytes(checked.encode_with_checksum(kept))
         except OSError as error:
             raise NoRoomError(str(error)) from None
         return kept
 
-    def _begin(self, size: int) -> None:
+    def _start_file(self, size: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
             (self._folder / old).unlink(missing_ok=True)
@@ -227,10 +220,10 @@ class Writer:
             raise NoRoomError(f"the disk has no {size} bytes to spare")
 
 
-def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
-    """Find the rows stored under this key, if they are complete."""
+def find_rows(folder: Path, name: str, key: str, count: int) -> Kept | None:
+    """Return the description of the rows stored under a key, or None unless they are complete."""
     try:
-        kept = checked.decode((folder / f"{name}.json").read_bytes(), Kept)
+        kept = checked.decode_with_checksum((folder / f"{name}.json").read_bytes(), Kept)
         size = (folder / f"{name}.rows").stat().st_size
     except (OSError, checked.DamagedFileError):
         return None
@@ -239,12 +232,11 @@ def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
     return kept if whole else None
 
 
-def _put(rows: np.ndarray, at: int, values: np.ndarray) -> int:
-    """Write values (n, k) into the bytes from `at` on; returns their end."""
+def _write_columns(rows: np.ndarray, at: int, values: np.ndarray) -> int:
     raw = np.ascontiguousarray(values).view(np.uint8)
     rows[:, at : at + raw.shape[1]] = raw
     return at + raw.shape[1]
 
 
-def _filled(size: int) -> int:
+def _round_up_to_4(size: int) -> int:
     return -(-size // 4) * 4

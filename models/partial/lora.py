@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linear layers (LoRA): placement, initialisation and merging. numpy.
+"""Low-rank adapters in linear layers (LoRA): placement, initial values and merging.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), section 4.1, here with
 A (in, r) and B (r, out), so that an adapted layer gives
@@ -27,7 +27,7 @@ OWN_STD = 0.01  # of B_p at first: with 0 the gate would have no gradient
 
 
 class Spot(NamedTuple):
-    """Block, by its path in the network, and the linear layers in it that are adapted."""
+    """Block, by its path in the network, and the linear layers in the block that are adapted."""
 
     block: str
     layers: tuple[str, ...]
@@ -36,15 +36,15 @@ class Spot(NamedTuple):
 def find_adapted_layers(register: Register) -> tuple[Spot, ...]:
     """Return the layers to adapt, by block.
 
-    In a transformer each block's attention output projection and last linear layer (FedSDG,
-    section 3.4). In a network without attention every linear layer except the last is a block of its own.
+    In a transformer, these are each block's attention output projection and last linear layer (FedSDG, section 3.4). In
+    a network without attention, every linear layer except the last is a block.
 
     Raises:
-        ModelError: there is nothing to adapt, or the weight of a layer is made of other tensors.
+        ModelError: If there is nothing to adapt, or if the weight of a layer is computed from other tensors.
     """
     head = register.classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
-    flat = register.linears()
+    flat = register.linear_paths()
     found = []
     for attention in register.in_call_order(attentions):
         block = attention.rpartition(".")[0]
@@ -61,45 +61,45 @@ def find_adapted_layers(register: Register) -> tuple[Spot, ...]:
     return tuple(found)
 
 
-def by_layer(places: Sequence[Spot]) -> tuple[Spot, ...]:
-    """Give each layer a block of its own."""
+def split_by_layer(places: Sequence[Spot]) -> tuple[Spot, ...]:
     return tuple(Spot(layer, (layer,)) for spot in places for layer in spot.layers)
 
 
-def given(places: Sequence[Sequence[object]]) -> tuple[Spot, ...]:
-    """Spots after a passage through JSON."""
+def sites_from_json(places: Sequence[Sequence[object]]) -> tuple[Spot, ...]:
     return tuple(Spot(str(block), tuple(map(str, names))) for block, names in places)  # type: ignore[call-overload]
 
 
-def shared(model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """First adapters of a federation: A from N(0, 1/r), B = 0, so that the network's scores are unchanged."""
-    return _branch(model, places, rank, rng, SHARED, 0.0)
+def initial_shared_adapters(
+    model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Return the first shared adapters: A from N(0, 1/r), and B = 0."""
+    return _draw_branch(model, places, rank, rng, SHARED, 0.0)
 
 
-def own(
+def initial_own_branch(
     model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator, gate: float
 ) -> dict[str, np.ndarray]:
-    """First branch of a device: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and every gate's logit."""
+    """Return a device's first branch: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and gate logits."""
     gates = {f"{spot.block}.{GATE}": np.array(gate, np.float32) for spot in places}
-    return {**_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
+    return {**_draw_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
 
 
-def openness(held: Tensors, places: Sequence[Spot]) -> list[float]:
-    """Openness m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
+def gate_openness(held: Tensors, places: Sequence[Spot]) -> list[float]:
+    """Return m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
     return [float(1 / (1 + np.exp(-held[f"{spot.block}.{GATE}"].astype(np.float64)))) for spot in places]
 
 
-def merged(model: Tensors, adapters: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
-    """Merge adapters into weights: W + s (A B)^T for every adapted layer, with the same scores."""
-    return _added(model, adapters, places, SHARED, [scale] * len(places))
+def merge_shared(model: Tensors, adapters: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
+    """Merge adapters into the weights: W + s (A B)^T for every adapted layer."""
+    return _add_products(model, adapters, places, SHARED, [scale] * len(places))
 
 
-def merged_own(model: Tensors, own: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
-    """Merge a device's own branch into weights: W + m s (A_p B_p)^T for every adapted layer, m as its gate is open."""
-    return _added(model, own, places, OWN, [scale * m for m in openness(own, places)])
+def merge_own_branch(model: Tensors, own: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
+    """Merge a device's branch into the weights: W + m s (A_p B_p)^T for every adapted layer."""
+    return _add_products(model, own, places, OWN, [scale * m for m in gate_openness(own, places)])
 
 
-def _added(
+def _add_products(
     model: Tensors, adapters: Tensors, places: Sequence[Spot], leaves: tuple[str, str], scales: Sequence[float]
 ) -> dict[str, np.ndarray]:
     found = dict(model)
@@ -111,7 +111,7 @@ def _added(
     return found
 
 
-def _branch(
+def _draw_branch(
     model: Tensors,
     places: Sequence[Spot],
     rank: int,

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters, inserted into a network. Imports torch.
+"""Linear layers with low-rank adapters (`fedquilt.models.partial.lora`). Requires torch.
 
 What they compute and how their tensors are named: `fedquilt.models.partial.lora`.
 """
@@ -19,7 +19,7 @@ from fedquilt.models.partial.lora import GATE, OWN, SHARED, Spot
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
-    """A linear layer's own tensors, the shared adapter, and with `own` a branch that its block's gate scales."""
+    """Linear layer with a shared adapter and, with `own`, a branch scaled by the block's gate."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, own: bool) -> None:
         super().__init__()
@@ -31,13 +31,11 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
 
     def with_bias_of(self, linear: nn.Linear) -> LoraLinear:
-        """Return a layer with the same weight and adapter, and the bias of `linear`."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "bias": linear.bias}
         return other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adapted values (..., out) of values (..., in)."""
         y = F.linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_a @ self.lora_b)
         if self.gated:
             m = torch.sigmoid(self.gated[0].gate)
@@ -48,15 +46,15 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 def insert_adapters(
     module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *, own: bool = False
 ) -> nn.Module:
-    """Insert adapters, all zero, into the network at these places, and return the network.
+    """Insert adapters, all zero, into the network, and return the network.
 
     Raises:
-        ModelError: a place is no linear layer of the network, or its attention is of an unknown kind.
+        ModelError: If a layer is not linear, or if its attention is of an unknown kind.
     """
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):
             try:
-                _replace_module(module, each, Attention.of(each))
+                _replace_module(module, each, Attention.from_torch(each))
             except ValueError as error:
                 raise ModelError(f"{name}: {error}") from None
     for spot in places:
@@ -70,11 +68,11 @@ def insert_adapters(
                 raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
             made += _place_adapter(module, layer, LoraLinear(linear, rank, scale, own=own))
         if own:
-            _gate(module.get_submodule(spot.block), made)
+            _add_gate(module.get_submodule(spot.block), made)
     return module
 
 
-def _gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
+def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
     block.register_parameter(GATE, nn.Parameter(torch.zeros(())))
     for each in adapted:
         each.gated = (block,)
@@ -91,16 +89,16 @@ def _place_adapter(module: nn.Module, layer: str, made: LoraLinear) -> list[Lora
             )
         if id(each) not in placed:
             placed[id(each)] = made.with_bias_of(each)
-        _put(module, path, placed[id(each)])
+        _set_module(module, path, placed[id(each)])
     return list(placed.values())
 
 
 def _replace_module(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace a module by another one wherever the network has it."""
     for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
-        _put(module, path, new)
+        _set_module(module, path, new)
 
 
-def _put(module: nn.Module, path: str, new: nn.Module) -> None:
+def _set_module(module: nn.Module, path: str, new: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(module.get_submodule(parent), leaf, new)

@@ -1,11 +1,11 @@
-"""Neuron masks: which hidden neurons of a network are used, and which entries of its tensors they cover.
+"""Masks of hidden neurons, and the tensor entries that they cover.
 
-A neuron is an output of a fully connected layer or a channel of a convolution. Neurons that an addition
-ties together, or that a normalisation or a depthwise convolution passes on, form one group with one mask.
-An entry of a weight is covered where both its output's and its input's neuron are, one of a bias or a
-normalisation where its neuron is: the subnetwork and nothing else. Inputs and scores are never masked.
+A neuron is an output of a fully connected layer or a channel of a convolution. Neurons that an addition ties together,
+or that a normalisation or a depthwise convolution passes on, form one group with one mask. An entry of a weight is
+covered if the neurons of its output and of its input are, an entry of a bias or a normalisation if its neuron is.
+Inputs and scores are never masked.
 
-numpy only. `fedquilt.models.partial.trace` makes the plan of a network, at `fedquilt prepare`;
+Requires numpy only. `fedquilt.models.partial.trace` makes the plan of a network in `fedquilt prepare`, and
 `fedquilt.models.partial.torch_masks` masks the forward pass.
 """
 
@@ -22,7 +22,7 @@ from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
 
 @dataclass(frozen=True)
 class Follow:
-    """Groups along one tensor's first axis and along its second, in order; (): none is masked."""
+    """Groups of neurons along the first and second axis of a tensor, () if not masked."""
 
     shape: tuple[int, ...]
     out: tuple[str, ...] = ()
@@ -32,9 +32,9 @@ class Follow:
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups of a network's neurons, in its own order, and the tensors that follow them.
+    """Groups of a network's neurons, in order, and the tensors that depend on the groups.
 
-    A mask of the network is one array of `neurons` entries, the groups one after another.
+    A mask of the network is one array of `neurons` entries, one group after another.
     """
 
     widths: dict[str, int]  # of each group that may be masked
@@ -44,15 +44,14 @@ class Plan:
 
     @property
     def neurons(self) -> int:
-        """Number h of neurons that may be masked."""
         return sum(self.widths.values())
 
 
-def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
-    """Plan of a chain of fully connected layers, as `models.partial.trace` makes it.
+def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> Plan:
+    """Return the plan of a chain of fully connected layers.
 
     Args:
-        layers: (outputs, inputs) of each by its path, first to last; the last one's outputs are the scores.
+        layers: Size (outputs, inputs) of each layer by its path, first to last. The last outputs are the scores.
     """
     hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
     follows: dict[str, Follow] = {}
@@ -68,7 +67,6 @@ def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
 
 
 def describe_whole_layers(plan: Plan) -> str:
-    """Return a sentence on the layers that cannot be masked and what reads them, or ""."""
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -76,8 +74,8 @@ def describe_whole_layers(plan: Plan) -> str:
     return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
 
 
-def require(plan: Plan, model: Tensors) -> None:
-    """Raise ModelError unless the groups make the shapes in the plan, and the model's tensors have them."""
+def validate_plan(plan: Plan, model: Tensors) -> None:
+    """Raise ModelError unless the plan is consistent and matches the model's tensors."""
     known = {**plan.pinned, **plan.widths}
     for name, follow in plan.follows.items():
         for axis, along, repeat in ((0, follow.out, 1), (1, follow.into, follow.repeat)):
@@ -91,17 +89,17 @@ def require(plan: Plan, model: Tensors) -> None:
             )
 
 
-def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
+def plan_from_bundle(bundle: Bundle, model: Tensors) -> Plan:
     """Return the plan that `fedquilt prepare` stored.
 
     Raises:
-        ModelError: There is none, or none of the network's hidden neurons may be left out.
+        ModelError: If there is no plan, or no hidden neuron that can be masked.
     """
     if "masks" not in bundle.files:
         missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
         raise ModelError(str(bundle.meta.get("untraced", missing)))
-    plan = from_array(bundle.load("masks")["json"])
-    require(plan, model)
+    plan = plan_from_array(bundle.load("masks")["json"])
+    validate_plan(plan, model)
     if not plan.neurons:
         why = describe_whole_layers(plan) or "it has no hidden layer"
         raise ModelError(
@@ -110,16 +108,15 @@ def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
     return plan
 
 
-def to_array(plan: Plan) -> np.ndarray:
-    """Encode the plan as bytes, uint8: a tensor that travels once."""
+def plan_to_array(plan: Plan) -> np.ndarray:
     return np.frombuffer(msgspec.json.encode(plan), np.uint8)
 
 
-def from_array(given: np.ndarray) -> Plan:
+def plan_from_array(given: np.ndarray) -> Plan:
     """Decode a plan.
 
     Raises:
-        ModelError: the bytes are no plan.
+        ModelError: If the bytes are not a plan.
     """
     try:
         return msgspec.json.decode(given.tobytes(), type=Plan)
@@ -127,8 +124,8 @@ def from_array(given: np.ndarray) -> Plan:
         raise ModelError(f"what was sent as a plan of masks is none: {error}") from None
 
 
-def part(plan: Plan, index: int, parts: int) -> np.ndarray:
-    """Neurons (h,) of part `index` when every group is split into `parts`: the parts' sum is one."""
+def part_mask(plan: Plan, index: int, parts: int) -> np.ndarray:
+    """Return the mask (h,) of part `index` if every group is split into `parts` equal parts."""
     marks = []
     for width in plan.widths.values():
         mark = np.zeros(width, bool)
@@ -137,8 +134,8 @@ def part(plan: Plan, index: int, parts: int) -> np.ndarray:
     return np.concatenate(marks) if marks else np.zeros(0, bool)
 
 
-def groups(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """Mask (h,) by group, the pinned ones all covered."""
+def split_by_group(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
+    """Split a mask (h,) by group. Groups that cannot be masked are fully covered."""
     found, first = {name: np.ones(width, bool) for name, width in plan.pinned.items()}, 0
     for name, width in plan.widths.items():
         found[name] = neurons[first : first + width].astype(bool)
@@ -146,30 +143,32 @@ def groups(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
     return found
 
 
-def covered(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """Entries that the mask (h,) covers, for each tensor that follows: booleans in the tensor's shape."""
-    by_group = groups(plan, neurons)
+def covered_entries(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the entries covered by a mask (h,), as booleans in the shape of each tensor."""
+    by_group = split_by_group(plan, neurons)
     found = {}
     for name, follow in plan.follows.items():
         mark = np.ones((1,) * len(follow.shape), bool)
         if follow.out:
-            mark = mark & _side([by_group[each] for each in follow.out], 1, len(follow.shape), 0)
+            mark = mark & _expand_along_axis([by_group[each] for each in follow.out], 1, len(follow.shape), 0)
         if follow.into:
-            mark = mark & _side([by_group[each] for each in follow.into], follow.repeat, len(follow.shape), 1)
+            mark = mark & _expand_along_axis(
+                [by_group[each] for each in follow.into], follow.repeat, len(follow.shape), 1
+            )
         found[name] = np.broadcast_to(mark, follow.shape)
     return found
 
 
-def take(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors of a masked model that travel: covered entries (n,) of tensors that follow, others whole."""
+def select_covered(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the covered entries (n,) of masked tensors, and other tensors whole."""
     return {name: array[marks[name]] if name in marks else array for name, array in model.items()}
 
 
-def put(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rebuild the masked model, 0 where nothing is covered.
+def restore_covered(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the masked model from its covered entries, 0 elsewhere.
 
     Raises:
-        UpdateError: a tensor's size is not that of its mask.
+        UpdateError: If a tensor has another size than its mask.
     """
     found = {}
     for name, array in sent.items():
@@ -184,22 +183,21 @@ def put(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return found
 
 
-def to_bits(neurons: np.ndarray) -> np.ndarray:
-    """Pack the mask (h,) into ceil(h / 8) bytes, uint8."""
+def pack_mask(neurons: np.ndarray) -> np.ndarray:
+    """Pack a mask (h,) into ceil(h / 8) bytes, uint8."""
     return np.packbits(neurons.astype(bool))
 
 
-def from_bits(bits: np.ndarray, count: int) -> np.ndarray:
-    """Unpack the mask (count,).
+def unpack_mask(bits: np.ndarray, count: int) -> np.ndarray:
+    """Unpack a mask (count,).
 
     Raises:
-        UpdateError: another number of bits.
+        UpdateError: If the number of bytes is wrong.
     """
     if bits.dtype != np.uint8 or bits.shape != (-(-count // 8),):
         raise UpdateError(f"a mask of {count} neurons is {-(-count // 8)} bytes, here are {bits.dtype} {bits.shape}")
     return np.unpackbits(bits, count=count).astype(bool)
 
 
-def _side(marks: Sequence[np.ndarray], repeat: int, axes: int, axis: int) -> np.ndarray:
-    """Marks of neurons along one axis of a tensor."""
+def _expand_along_axis(marks: Sequence[np.ndarray], repeat: int, axes: int, axis: int) -> np.ndarray:
     return np.repeat(np.concatenate(marks), repeat).reshape([-1 if each == axis else 1 for each in range(axes)])

@@ -1,8 +1,7 @@
-"""Masks in a torch network's forward pass: the outputs of masked neurons are multiplied by 0. Imports torch.
+"""Neuron masks in the forward pass of a torch network.
 
-The inputs of each layer that reads masked neurons are multiplied: after activation, normalisation,
-pooling and flattening, so that it is as if the activation itself were multiplied, whatever lies between.
-Weights are never multiplied in place.
+The inputs of each layer that reads masked neurons are multiplied by the mask: after activation, normalisation, pooling
+and flattening, which has the same effect as masking the activation. Weights are never multiplied in place.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ SCORES = "mask_scores"
 
 
 class Gates:
-    """The hooks of alternating steps on mask scores and on weights (`fedquilt.methods.fedpews`).
+    """Hooks that train mask scores and weights in turn (FedPeWS, Procedures I and II).
 
     Args:
-        others: theta of the other devices, (h,); None: there are none, and no term of diversity.
-        diversity: lambda.
-        mu: of the proximal term on covered entries.
+        plan: Groups of the network's neurons.
+        others: Mean theta of the other devices, (h,), or None to leave out the diversity term.
+        diversity: Weight of the diversity term, lambda.
+        mu: Weight of the proximal term on covered entries.
     """
 
     def __init__(self, plan: Plan, others: torch.Tensor | None, diversity: float, mu: float) -> None:
@@ -36,22 +36,22 @@ class Gates:
         self._masks: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}  # as they were before a step on the scores
 
-    def steps(self, rate: float) -> tuple[Step, Step]:
-        """Two steps: on the scores, at `rate` times the weights' learning rate, then on the weights."""
+    def training_steps(self, rate: float) -> tuple[Step, Step]:
+        """Return the steps on scores, at `rate` times the learning rate, and on weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
-            penalty=self._closeness if self._others is not None and self._diversity else None,
-            begin=lambda module: self._begin(module, weights=False),
+            penalty=self._diversity_penalty if self._others is not None and self._diversity else None,
+            begin=lambda module: self._begin_step(module, weights=False),
         )
         weights = Step(
             rate=lambda name: float(name != SCORES),
-            penalty=self._pull if self._mu else None,
-            begin=lambda module: self._begin(module, weights=True),
+            penalty=self._proximal_penalty if self._mu else None,
+            begin=lambda module: self._begin_step(module, weights=True),
         )
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """Add scores to the network, and gates before each layer that reads masked neurons, and return it."""
+        """Add mask scores and gates to the network, and return the network."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
@@ -61,12 +61,12 @@ class Gates:
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
             for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
-                each.register_forward_pre_hook(self._gate(follow))
-        module.register_forward_pre_hook(self._sample)
+                each.register_forward_pre_hook(self._mask_hook(follow))
+        module.register_forward_pre_hook(self._sample_mask)
         return module
 
-    def _begin(self, module: nn.Module, weights: bool) -> None:
-        """Draw masks for the step. What a step on the scores does to buffers, such as statistics, is undone."""
+    def _begin_step(self, module: nn.Module, weights: bool) -> None:
+        # Buffers such as running statistics are restored after a step on the scores.
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
         buffers = dict(module.named_buffers())
         if not weights:
@@ -75,44 +75,44 @@ class Gates:
         for name, value in self._buffers.items():
             buffers[name].copy_(value)
 
-    def _sample(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Mask m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""
+    def _sample_mask(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # Straight-through estimator: the gradient reaches theta as if the mask were theta.
         theta = torch.sigmoid(getattr(module, SCORES))
         mask = (self._draws.to(theta.device) < theta).float() + (theta - theta.detach())  # exactly 0, but a gradient
         parts = torch.split(mask, list(self._plan.widths.values()))
         self._masks = dict(zip(self._plan.widths, parts, strict=True))
         self._masks |= {name: mask.new_ones(width) for name, width in self._plan.pinned.items()}
 
-    def _gate(self, follow: Follow) -> Any:
-        def gate(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            mask, heard = self._along(follow.into, follow.repeat), inputs[0]
+    def _mask_hook(self, follow: Follow) -> Any:
+        def apply_mask(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            mask, heard = self._mask_along(follow.into, follow.repeat), inputs[0]
             if heard.ndim > 2 and not isinstance(layer, nn.Linear):
                 mask = mask.reshape(-1, *(1,) * (heard.ndim - 2))
             return (heard * mask.to(heard.dtype), *inputs[1:])
 
-        return gate
+        return apply_mask
 
-    def _along(self, names: Sequence[str], repeat: int = 1) -> torch.Tensor:
+    def _mask_along(self, names: Sequence[str], repeat: int = 1) -> torch.Tensor:
         found = [self._masks[name] for name in names]
         mask = found[0] if len(found) == 1 else torch.cat(found)
         return mask if repeat == 1 else mask.repeat_interleave(repeat)
 
-    def _closeness(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
-        """-lambda ||theta_i - theta_{g without i}||^2, summed over neurons."""
+    def _diversity_penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+        """Return -lambda ||theta_i - theta_{g without i}||^2, summed over neurons (FedPeWS, Eq. 6)."""
         assert self._others is not None
         theta = torch.sigmoid(getattr(module, SCORES))
         return -self._diversity * torch.square(theta - self._others.to(theta.device)).sum()
 
-    def _pull(self, module: nn.Module, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
-        """mu/2 ||(x - x_g) M||^2."""
+    def _proximal_penalty(self, module: nn.Module, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+        """Return mu/2 ||(x - x_g) M||^2."""
         parts = []
         for name, value in module.named_parameters():
             if name == SCORES:
                 continue
             drift, follow = value - anchors["start"][name], self._plan.follows.get(name)
             if follow and follow.out:
-                drift = drift * self._along(follow.out).reshape(-1, *(1,) * (value.ndim - 1))
+                drift = drift * self._mask_along(follow.out).reshape(-1, *(1,) * (value.ndim - 1))
             if follow and follow.into:
-                drift = drift * self._along(follow.into, follow.repeat).reshape(1, -1, *(1,) * (value.ndim - 2))
+                drift = drift * self._mask_along(follow.into, follow.repeat).reshape(1, -1, *(1,) * (value.ndim - 2))
             parts.append(torch.square(drift).sum())
         return self._mu / 2 * torch.stack(parts).sum()

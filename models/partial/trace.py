@@ -1,7 +1,7 @@
-"""How a network's neurons hang together, read from its forward pass by torch.fx: the plan of its masks.
+"""Dependencies between a network's neurons, traced by torch.fx: the plan of its masks.
 
-Where neurons go is followed from layer to layer. What is not understood is never masked: the neurons that
-enter it are pinned, and so are scores. Runs at `fedquilt prepare`; imports torch.
+Neurons are followed from layer to layer. Neurons that enter an unsupported operation are pinned, which means never
+masked, and so are scores. Runs in `fedquilt prepare` and requires torch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Value = tuple[str, ...] | None
 
 
 def trace_plan(model: nn.Module) -> Plan:
-    """Return the plan of a network's masks, read from its traced forward pass.
+    """Return the plan of a network's masks, from its traced forward pass.
 
     Raises:
-        ModelError: its forward pass cannot be traced.
+        ModelError: If the forward pass cannot be traced.
     """
-    graph = symbolic.trace(model, "the network", "take a method that trains it whole").graph
+    graph = symbolic.trace_network(model, "the network", "take a method that trains it whole").graph
     return _Reader(
         dict(model.named_modules()),
         tensor_register.state_without_aliases(model),
@@ -70,7 +70,6 @@ class _Reader:
     layers: dict[str, _Layer] = field(default_factory=dict)
 
     def read_plan(self, graph: fx.Graph) -> Plan:
-        """Return the plan of masks, after following each node of the graph."""
         values: dict[fx.Node, Value] = {}
         for node in graph.nodes:
             self.node = _node_name(node)
@@ -80,7 +79,7 @@ class _Reader:
         for same in self.names:
             for alias in same[1:]:
                 self._tie_sharing_modules(same[0], alias)
-        free = [name for name in self.widths if self._of(name) == name and name not in self._pins()]
+        free = [name for name in self.widths if self._group_of(name) == name and name not in self._pinned_groups()]
         beside: dict[str, int] = {}
         follows = {}
         for name, value in self.held.items():
@@ -88,7 +87,10 @@ class _Reader:
             if path not in self.layers or not value.ndim:
                 continue
             layer = self.layers[path]
-            out, into = self._kept(layer.out, free), self._kept(layer.into if self._weighs(path, name) else (), free)
+            out, into = (
+                self._free_groups(layer.out, free),
+                self._free_groups(layer.into if self._is_weight(path, name) else (), free),
+            )
             if out or into:
                 beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
                 across = sum(self.widths[each] for each in into)
@@ -100,7 +102,7 @@ class _Reader:
     def _follow_node(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
         """Return the layers whose neurons a node's output holds in order, or None after pinning them."""
         if node.op == "call_module" and len(heard) == 1:
-            return self._module(str(node.target), heard[0])
+            return self._follow_module(str(node.target), heard[0])
         if node.op == "call_function" and node.target in _APART_FUNCTIONS and len(heard) == 1:
             return heard[0]
         if node.op == "call_method" and node.target in ("flatten", "relu", "contiguous") and len(heard) == 1:
@@ -114,32 +116,37 @@ class _Reader:
         ):
             return values[scaled]
         if node.op == "call_function" and node.target in _TIE and len(node.args) == len(heard) == 2:
-            return self._tie(*heard)
-        if node.op == "call_function" and node.target is torch.cat and None not in heard and _along_channels(node):
+            return self._tie_neurons(*heard)
+        if (
+            node.op == "call_function"
+            and node.target is torch.cat
+            and None not in heard
+            and _concatenates_channels(node)
+        ):
             return tuple(name for each in node.args[0] for name in values[each] or ())
         for value in heard:
             self._pin_neurons(value)
         return None
 
-    def _module(self, path: str, heard: Value) -> Value:
+    def _follow_module(self, path: str, heard: Value) -> Value:
         module = self.modules[path]
         if isinstance(module, _APART):
             return heard
         if path in self.layers:  # called twice: what one call leaves out the other may need
             self._pin_neurons((*self.layers[path].out, *(heard or ())))
             return None
-        if isinstance(module, _NORM) and heard is not None and self._width(heard) == module.num_features:
+        if isinstance(module, _NORM) and heard is not None and self._total_width(heard) == module.num_features:
             self.layers[path] = _Layer(heard)
             return heard
         plain = isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed)
         if plain and any(f"{path}.weight" in same for same in self.names):  # else it is made of other tensors
-            return self._layer(path, module, heard)
+            return self._follow_layer(path, module, heard)
         self._pin_neurons(heard)
         return None
 
-    def _layer(self, path: str, module: Any, heard: Value) -> Value:
+    def _follow_layer(self, path: str, module: Any, heard: Value) -> Value:
         weight, apart = module.weight, getattr(module, "groups", 1)
-        width = self._width(heard or ())
+        width = self._total_width(heard or ())
         if heard and apart > 1 and apart == len(weight) == width:  # depthwise
             self.layers[path] = _Layer(heard)
             return heard
@@ -151,13 +158,13 @@ class _Reader:
         self.layers[path] = _Layer((path,), heard or ())
         return (path,)
 
-    def _tie(self, first: Value, second: Value) -> Value:
-        if first is None or second is None or [*map(self._size, first)] != [*map(self._size, second)]:
+    def _tie_neurons(self, first: Value, second: Value) -> Value:
+        if first is None or second is None or [*map(self._group_width, first)] != [*map(self._group_width, second)]:
             self._pin_neurons(first)
             self._pin_neurons(second)
             return None
         for one, other in zip(first, second, strict=True):
-            a, b = sorted((self._of(one), self._of(other)), key=list(self.widths).index)
+            a, b = sorted((self._group_of(one), self._group_of(other)), key=list(self.widths).index)
             if a != b:
                 self.same[b] = a
         return first
@@ -169,11 +176,11 @@ class _Reader:
             for each in (one, other):
                 self._pin_neurons((*each.out, *each.into) if each else None)
             return
-        self._tie(one.out, other.out)
-        if self._weighs(name.rpartition(".")[0], name):
-            self._tie(one.into or None, other.into or None)
+        self._tie_neurons(one.out, other.out)
+        if self._is_weight(name.rpartition(".")[0], name):
+            self._tie_neurons(one.into or None, other.into or None)
 
-    def _weighs(self, path: str, name: str) -> bool:
+    def _is_weight(self, path: str, name: str) -> bool:
         return getattr(self.modules[path], "weight", None) is self.held[name]
 
     def _scaled_operand(self, node: fx.Node) -> fx.Node | None:
@@ -198,28 +205,27 @@ class _Reader:
         inner = min(each.weight.ndim - 2 if isinstance(each, _CONV) else 0 for each in modules)
         return all(axis > 1 or -inner <= axis < 0 for axis in axes)
 
-    def _of(self, name: str) -> str:
+    def _group_of(self, name: str) -> str:
         while name in self.same:
             name = self.same[name]
         return name
 
-    def _pins(self) -> set[str]:
-        return {self._of(name) for name in self.pinned}
+    def _pinned_groups(self) -> set[str]:
+        return {self._group_of(name) for name in self.pinned}
 
     def _pin_neurons(self, value: Value) -> None:
         """Mark layers whose neurons cannot be masked, with the node that reads them."""
         for name in value or ():
             self.pinned.setdefault(name, self.node)
 
-    def _size(self, name: str) -> int:
+    def _group_width(self, name: str) -> int:
         return self.widths[name]
 
-    def _width(self, names: Sequence[str]) -> int:
-        return sum(map(self._size, names))
+    def _total_width(self, names: Sequence[str]) -> int:
+        return sum(map(self._group_width, names))
 
-    def _kept(self, names: Sequence[str], free: Sequence[str]) -> tuple[str, ...]:
-        """Each by the group it is tied to; none where all are pinned."""
-        found = tuple(map(self._of, names))
+    def _free_groups(self, names: Sequence[str], free: Sequence[str]) -> tuple[str, ...]:
+        found = tuple(map(self._group_of, names))
         return found if any(name in free for name in found) else ()
 
 
@@ -236,5 +242,5 @@ def _is_reduction(node: fx.Node) -> bool:
     return method or (node.op == "call_function" and node.target in (torch.mean, torch.amax))
 
 
-def _along_channels(node: fx.Node) -> bool:
+def _concatenates_channels(node: fx.Node) -> bool:
     return node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == 1

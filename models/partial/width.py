@@ -1,7 +1,7 @@
-"""Sub-models: a network's tensors cut by width or to some of its layers, and put back entry by entry.
+"""Sub-networks by width: cutting tensors, and averaging the entries that devices return.
 
-Which units hang together a plan of masks tells (`fedquilt.models.partial.masks`), for networks that torch.fx can trace.
-numpy only; torch is imported by `shrink_module` alone.
+A plan of masks (`fedquilt.models.partial.masks`) gives the dependencies between units. Requires numpy only, and torch
+in `shrink_module`.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
 """Tensor -> indices along its first and its second axis; None: the whole axis. A tensor not in it is left out."""
 
 
-def by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
-    """Of five values, for less than 1 GB, 1, 2, 4 and 8 GB of budget, the device's; the first where it has not said."""
+def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
+    """Select a value by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
     order = (tiers.BELOW, *tiers.SIZES)
-    return values[order.index(tiers.tier(profile)) if profile is not None else 0]
+    return values[order.index(tiers.tier_from_profile(profile)) if profile is not None else 0]
 
 
 # -- by width -------------------------------------------------------------------------------------
 
 
-def leading(plan: Plan, rate: float) -> dict[str, np.ndarray]:
-    """Of each group the first ceil(rate * width) units."""
-    return {name: np.arange(count(width, rate)) for name, width in plan.widths.items()}
+def leading_units(plan: Plan, rate: float) -> dict[str, np.ndarray]:
+    """Return the first ceil(rate * width) units of each group."""
+    return {name: np.arange(unit_count(width, rate)) for name, width in plan.widths.items()}
 
 
-def strongest(plan: Plan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
-    """As many, but those whose weights have the largest sum of magnitudes, in the order they stand in."""
+def strongest_units(plan: Plan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
+    """Return the ceil(rate * width) units of each group with the largest L1 norm, in order."""
     found = {}
     for group, width in plan.widths.items():
         norm = np.zeros(width)
         for name, follow in plan.follows.items():
             if follow.out == (group,) and model[name].ndim > 1:
                 norm += np.abs(model[name].astype(np.float64)).reshape(width, -1).sum(axis=1)
-        found[group] = np.sort(np.argsort(-norm, kind="stable")[: count(width, rate)])
+        found[group] = np.sort(np.argsort(-norm, kind="stable")[: unit_count(width, rate)])
     return found
 
 
-def count(width: int, rate: float) -> int:
-    """ceil(rate * width), 1 or more; 0.1 * 10 is 1, whatever binary fractions make of it."""
+def unit_count(width: int, rate: float) -> int:
+    """Return ceil(rate * width), at least 1, without binary rounding errors."""
     return max(1, math.ceil(round(rate * width, 9)))
 
 
-def places(plan: Plan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
-    """Where the kept units' entries are in every tensor of the model."""
+def unit_places(plan: Plan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
+    """Return the indices of the kept units' entries in every tensor of the model."""
     widths = {**plan.pinned, **plan.widths}
 
     def along(groups: Sequence[str], repeat: int = 1) -> np.ndarray | None:
@@ -73,10 +73,9 @@ def places(plan: Plan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places
     return found
 
 
-def cut(model: Tensors, at: Places) -> dict[str, np.ndarray]:
-    """The sub-model: new arrays, contiguous."""
+def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
     return {
-        name: np.ascontiguousarray(model[name][_index(place)]).reshape(_shape(model[name], place))
+        name: np.ascontiguousarray(model[name][_axes_index(place)]).reshape(_cut_shape(model[name], place))
         for name, place in at.items()
     }
 
@@ -86,65 +85,64 @@ def cut(model: Tensors, at: Places) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Of every entry sum_k n_k x_k and sum_k n_k over the devices that sent it, in the whole network's shapes."""
+    """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
 
     total: dict[str, exact.Total] = field(default_factory=dict)  # counters: the largest
     weight: dict[str, exact.Total] = field(default_factory=dict)
 
 
-def add(model: Tensors, so_far: Counted | None, sent: Tensors, at: Places, weight: float) -> Counted:
-    """A device's sub-model added to a round's sums, in place.
+def add_entries(model: Tensors, so_far: Counted | None, sent: Tensors, at: Places, weight: float) -> Counted:
+    """Add a device's sub-network to a round's sums, in place.
 
     Raises:
-        UpdateError: it does not have the names, shapes and types of `cut(model, at)`, or is too large to be added up.
+        UpdateError: If the tensors differ from those of `cut_tensors(model, at)` in name, shape or type, or overflow.
     """
-    tensors.require_same(sent, shapes(model, at))
+    tensors.require_addable(sent, cut_shapes(model, at))
     so_far = so_far or Counted()
     total, weights = dict(so_far.total), dict(so_far.weight)
     for name, place in at.items():
         share, many = np.zeros_like(model[name]), np.zeros(model[name].shape)
-        share[_index(place)], many[_index(place)] = sent[name], weight
-        total[name] = exact.add(total.get(name), share, weight)
-        weights[name] = exact.add(weights.get(name), many)
+        share[_axes_index(place)], many[_axes_index(place)] = sent[name], weight
+        total[name] = exact.add_to_sum(total.get(name), share, weight)
+        weights[name] = exact.add_to_sum(weights.get(name), many)
     return Counted(total, weights)
 
 
-def shapes(model: Tensors, at: Places) -> dict[str, tensors.Shaped]:
-    """Of what shapes and types `cut(model, at)` is."""
-    return {name: tensors.Shaped(_shape(model[name], place), model[name].dtype) for name, place in at.items()}
+def cut_shapes(model: Tensors, at: Places) -> dict[str, tensors.Shaped]:
+    return {name: tensors.Shaped(_cut_shape(model[name], place), model[name].dtype) for name, place in at.items()}
 
 
-def close(model: Tensors, counted: Counted | None) -> dict[str, np.ndarray]:
-    """Of every entry the mean over who sent it; where nobody did, it is as it was."""
+def average_entries(model: Tensors, counted: Counted | None) -> dict[str, np.ndarray]:
+    """Return the mean of every entry over its senders. Entries without senders stay."""
     found = dict(model)
     for name, total in counted.total.items() if counted else ():
-        weight = counted.weight[name].value()  # type: ignore[union-attr]
-        mean = total.value() if total.counter else total.value() / np.where(weight > 0, weight, 1.0)
+        weight = counted.weight[name].rounded_value()  # type: ignore[union-attr]
+        mean = total.rounded_value() if total.is_counter else total.rounded_value() / np.where(weight > 0, weight, 1.0)
         found[name] = np.where(weight > 0, mean, model[name]).astype(model[name].dtype)
     return found
 
 
-def recognise(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
-    """Which of the cuts a device was sent: the one of its tensors' names and shapes.
+def recognise_cut(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
+    """Return the candidate whose tensors have the names and shapes of `sent`.
 
     Raises:
-        UpdateError: none of them.
+        UpdateError: If there is no such candidate.
     """
     shapes = {name: array.shape for name, array in sent.items()}
     for at in candidates:
-        if shapes == {name: _shape(model[name], place) for name, place in at.items()}:
+        if shapes == {name: _cut_shape(model[name], place) for name, place in at.items()}:
             return at
     raise UpdateError("the tensors have the names and shapes of none of the sub-models that this job sends")
 
 
-def _index(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
+def _axes_index(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
     rows, columns = place
     if rows is None:
         return ... if columns is None else (slice(None), columns)
     return rows if columns is None else np.ix_(rows, columns)
 
 
-def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
+def _cut_shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
     along = [size if some is None else len(some) for size, some in zip(array.shape, place, strict=False)]
     return (*along, *array.shape[len(along) :])
 
@@ -156,13 +154,12 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
     """Return the module, with zeros for the tensors that have another shape in `start`.
 
     Args:
-        module: the whole network.
-        start: tensors of the part.
-        scaled: multiply a narrower layer's outputs by its full width through its own (HeteroFL's Scaler); never the
-            classifier's, whose width stays.
+        module: Whole network.
+        start: Tensors of the sub-network.
+        scaled: Whether to multiply a narrower layer's outputs by full width / own width (HeteroFL's Scaler).
 
     Raises:
-        ModelError: `start` is no cut of this network, or a layer of it cannot be cut.
+        ModelError: If `start` is not a cut of this network, or if a layer cannot be cut.
     """
     import torch
     from torch import nn
@@ -184,14 +181,14 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
             fresh = torch.zeros(shape, dtype=own[leaf].dtype)
             fresh = nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh
             setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
-        depthwise = _resize(each, path)
+        depthwise = _resize_layer(each, path)
         if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
             each.register_forward_hook(_Scaler(len(weight) / len(each.weight)))
     return module
 
 
-def _resize(layer: Any, path: str) -> bool:
-    """Set the layer's own numbers to its new shapes; whether it is a depthwise convolution."""
+def _resize_layer(layer: Any, path: str) -> bool:
+    # Returns whether the layer is a depthwise convolution.
     from torch import nn
 
     if isinstance(layer, nn.Linear):
@@ -210,50 +207,49 @@ def _resize(layer: Any, path: str) -> bool:
     raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
 
 
-def masked(module: Any, held: np.ndarray) -> Any:
-    """The module with scores of 0, in training, for the classes that are not `held`: booleans (classes,)."""
+def mask_classes(module: Any, held: np.ndarray) -> Any:
+    """Set the training scores of classes that are not `held` to 0, and return the module."""
     import torch
 
-    def silence(whole: Any, inputs: Any, scores: Any) -> Any:
+    def zero_scores(whole: Any, inputs: Any, scores: Any) -> Any:
         return scores * torch.from_numpy(held).to(scores) if whole.training else None
 
-    module.register_forward_hook(silence)
+    module.register_forward_hook(zero_scores)
     return module
 
 
 class Moments:
-    """Batch normalisation's statistics over examples that pass a network: each mini-batch is normalised by its own.
+    """Batch norm statistics over all examples that pass through a network in evaluation mode.
 
-    The network runs in evaluation mode, so it needs no room for gradients. What is found is the mean and the variance
-    over all examples together, not the mean of mini-batches' variances, which leaves out how far they are apart.
+    Each mini-batch is normalised by its own statistics. The variance is that of all examples together, not the mean of
+    the mini-batches' variances.
 
     Args:
-        still: tensors whose normalisations keep their running statistics, and are not looked at.
+        still: Tensors whose normalisations keep their running statistics.
     """
 
     def __init__(self, still: Collection[str] = ()) -> None:
         self._still = {name.rpartition(".")[0] for name in still}  # modules
         self._sums: dict[str, tuple[float, np.ndarray, np.ndarray]] = {}  # by layer: n, mean, sum of squared distances
 
-    def watch(self, module: Any) -> Any:
-        """The module, which tells what passes its normalisations."""
-        for path, layer in normalised(module).items():
+    def add_hooks(self, module: Any) -> Any:
+        for path, layer in batch_norm_layers(module).items():
             if path not in self._still:
-                layer.register_forward_pre_hook(self._hook(path))
+                layer.register_forward_pre_hook(self._record_hook(path))
         return module
 
-    def found(self) -> dict[str, np.ndarray]:
-        """The statistics, float32, by the names of the network's own."""
+    def statistics(self) -> dict[str, np.ndarray]:
+        """Return the recorded statistics, float32, under the names of the network's tensors."""
         told: dict[str, np.ndarray] = {}
         for path, (count, mean, apart) in self._sums.items():
             told[f"{path}.running_mean"] = mean.astype(np.float32)
             told[f"{path}.running_var"] = (apart / count).astype(np.float32)
         return told
 
-    def _hook(self, path: str) -> Any:
+    def _record_hook(self, path: str) -> Any:
         import torch
 
-        def look(layer: Any, inputs: tuple[Any, ...]) -> None:
+        def record_input(layer: Any, inputs: tuple[Any, ...]) -> None:
             if layer.training:  # the engine's probe of how much memory the network takes, on no real examples
                 return
             x = inputs[0]
@@ -261,11 +257,11 @@ class Moments:
             var, mean = torch.var_mean(x, dim=axes, correction=0)
             layer.running_mean, layer.running_var = mean, var
             count = x.numel() / x.shape[1]
-            self._add(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
+            self._add_batch(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
 
-        return look
+        return record_input
 
-    def _add(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
+    def _add_batch(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
         before = self._sums.get(path)
         if before is None:
             self._sums[path] = (count, mean, apart)
@@ -275,8 +271,7 @@ class Moments:
         self._sums[path] = (total, before[1] + step * count / total, apart)
 
 
-def normalised(module: Any) -> dict[str, Any]:
-    """The batch normalisations that keep running statistics, by where they are."""
+def batch_norm_layers(module: Any) -> dict[str, Any]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     inner = module.named_modules()

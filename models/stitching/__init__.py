@@ -1,1 +1,1 @@
-"""FedStitch (arXiv 2409.07202): networks stitched from blocks of pre-trained donors, by forward passes only."""
+"""FedStitch (arXiv 2409.07202): networks stitched from blocks of pre-trained donors."""

@@ -1,8 +1,8 @@
-"""Folding of a stitching job's answers: what a round's accumulator is in each phase of the job. numpy only.
+"""Accumulators of a stitching job's updates, for each phase of the job.
 
-Moments of features (gather) and counts of right answers (validate) add up in any order and grouping, so that a site
-sends one sum of its boards'. Ballots (score) and sums for junctions (fit) are folded in the order of devices: the first
-are counted by device, and the second are kept apart, as a junction is judged on devices that it was not solved from.
+Moments of features (gather) and counts of correct predictions (validate) add up in any order and grouping, so that a
+site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are kept separately,
+because a junction is evaluated on devices whose sums it was not solved from. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from fedquilt import exact, tensors
-from fedquilt.core import Contribution, UpdateError, adds_up, checked_by
+from fedquilt.core import Contribution, UpdateError, with_mergeable_accumulators, with_update_check
 from fedquilt.exact import Total
 from fedquilt.models.stitching import candidates, least_squares, moment_sums, search, vote
 from fedquilt.models.stitching.least_squares import Gathered
@@ -29,23 +29,17 @@ GROUPS_MOST = 256  # likewise: a junction is solved without each group in turn, 
 
 @dataclass(frozen=True)
 class Votes:
-    """A round's accumulator while scoring."""
-
     ballots: Mapping[str, Ballot] = field(default_factory=dict)  # device -> its votes
 
 
 @dataclass(frozen=True)
 class Fits:
-    """A round's accumulator while fitting."""
-
     moments: tuple[Gathered, ...] = ()  # the sums for each junction
     devices: tuple[str, ...] = ()  # whose they are, sorted
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A round's accumulator while validating."""
-
     sums: Mapping[str, Total] = field(default_factory=dict)  # "examples" (1,), "right" (candidates,)
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
@@ -58,121 +52,127 @@ MERGED: Final = (Gathering, Counts)  # the others keep devices apart
 # -- folding --------------------------------------------------------------------------------------
 
 
-def added_up(state: State) -> type[Sum] | None:
-    """Type of the accumulators of a phase in which moments or counts are summed; None: devices are kept apart."""
+def accumulator_type(state: State) -> type[Sum] | None:
+    """Return the type of the sums in the current phase, or None if devices are kept separately."""
     kind = SUMS.get(state.phase)
     return kind if kind in MERGED else None
 
 
-def sound(state: State, total: Sum, weight: float) -> None:
-    """Check what a site has summed of its boards' moments or counts before it is merged.
+def validate_site_sums(state: State, total: Sum, weight: float) -> None:
+    """Validate a site's moments or counts before they are merged.
 
     Raises:
-        UpdateError: it is not of so many examples, or of so many devices, or of what was asked for.
+        UpdateError: If the number of examples, the devices or the shapes are wrong.
     """
     if isinstance(total, Gathering):
-        return moment_sums.require(total, len(state.stock.labels), sum(candidates.layout(state).widths), weight)
+        return moment_sums.validate_site_moments(
+            total, len(state.stock.labels), sum(candidates.tap_layout(state).widths), weight
+        )
     assert isinstance(total, Counts)
     if set(total.devices.values()) != {1}:
         raise UpdateError("counts: of no devices, or of one twice")
     sizes = {"examples": 1, "right": len(state.candidates)}
-    exact.require(total.sums, {name: np.zeros(size) for name, size in sizes.items()}, weight)
-    found = {name: array.astype(np.int64) for name, array in exact.values(total.sums).items()}
-    if any((each.value() != found[name]).any() for name, each in total.sums.items()):
+    exact.require_valid_sums(total.sums, {name: np.zeros(size) for name, size in sizes.items()}, weight)
+    found = {name: array.astype(np.int64) for name, array in exact.rounded_values(total.sums).items()}
+    if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
         raise UpdateError("counts: of parts of an example")
-    return _require_counts(found, weight)
+    return _validate_counts(found, weight)
 
 
-def require(state: State, update: Contribution) -> None:
-    """Check an update before it is added to the sums.
+def validate_update(state: State, update: Contribution) -> None:
+    """Validate an update before it is added to the sums.
 
     Raises:
-        UpdateError: the answer belongs to another step of the search, or is not what was asked for.
+        UpdateError: If the update is of another step of the search, or has the wrong form.
     """
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
     match state.phase:
         case "score":
-            _ballot(state, update)
+            _read_ballot(state, update)
         case "fit":
-            _fits(state, update)
+            _read_junction_moments(state, update)
         case "gather" if update.device not in state.heard:
-            moment_sums.checked(update, len(state.stock.labels), sum(candidates.layout(state).widths))
+            moment_sums.validate_update_moments(
+                update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
+            )
         case "validate" if update.device not in state.heard:
-            _counts(update, len(state.candidates))
+            _read_counts(update, len(state.candidates))
 
 
-@adds_up(added_up, sound)
-@checked_by(require)
+@with_mergeable_accumulators(accumulator_type, validate_site_sums)
+@with_update_check(validate_update)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add one device's answer to the round's accumulator; None: the first of the round; errors as of `require`.
+    """Add a device's update to the accumulator of the round.
 
-    Moments and counts of a device that was heard count already.
+    Moments and counts of a device that took part in this phase before are ignored.
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
     """
-    require(state, update)
+    validate_update(state, update)
     so_far = SUMS[state.phase]() if so_far is None else so_far
     match so_far:
         case Votes():
-            return Votes({**so_far.ballots, update.device: _ballot(state, update)})
+            return Votes({**so_far.ballots, update.device: _read_ballot(state, update)})
         case Fits():
-            new = _fits(state, update)
+            new = _read_junction_moments(state, update)
             groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
             pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
-            gathered = tuple(least_squares.gather(*pair, groups) for pair in pairs)
+            gathered = tuple(least_squares.add_device(*pair, groups) for pair in pairs)
             return Fits(gathered, tuple(sorted({*so_far.devices, update.device})))
         case Gathering():
-            return so_far if update.device in state.heard else so_far.plus(update)
+            return so_far if update.device in state.heard else so_far.add_update(update)
     if update.device in state.heard:
         return so_far
-    counts = {name: each.astype(np.float64) for name, each in _counts(update, len(state.candidates)).items()}
-    return Counts(exact.plus(so_far.sums, counts), {**so_far.devices, update.device: 1})
+    counts = {name: each.astype(np.float64) for name, each in _read_counts(update, len(state.candidates)).items()}
+    return Counts(exact.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
 
 
-def _ballot(state: State, update: Contribution) -> Ballot:
-    return vote.ballot(
+def _read_ballot(state: State, update: Contribution) -> Ballot:
+    return vote.read_ballot(
         update.bundles.get("scores", {}),
         state.pool,
         state.params.k,
-        search.epsilon(state),
-        search.coin(state, update.device),
+        search.exploration_rate(state),
+        search.choice_seed(state, update.device),
         state.params.spread,
     )
 
 
-def _fits(state: State, update: Contribution) -> list[least_squares.Moments]:
-    """A device's sums for each junction."""
+def _read_junction_moments(state: State, update: Contribution) -> list[least_squares.Moments]:
     found = []
-    for i, (p, q, positions) in enumerate(shapes(state)):
+    for i, (p, q, positions) in enumerate(junction_shapes(state)):
         found.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
         least_squares.require_weight(found[-1], positions, update.weight)
     return found
 
 
-def shapes(state: State) -> list[tuple[int, int, int]]:
-    """Channels in and out of each junction that the devices' sums are for, and positions of an example there."""
+def junction_shapes(state: State) -> list[tuple[int, int, int]]:
+    """Return the input and output channels of each winner's junction, and its positions per example."""
     blocks = state.stock.blocks
     assert state.current is not None
     channels = blocks[state.current.path[-1]].out_shape[0]
-    shapes = [blocks[name].in_shape for name in search.projected(state)]
+    shapes = [blocks[name].in_shape for name in search.junction_winners(state)]
     return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
-def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
+def _read_counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
     sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
     if missing := sorted(sizes.keys() - given.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
     counts = {name: given[name] for name in sizes}
     try:
-        tensors.require_same(counts, {name: tensors.Shaped((size,), kind) for name, size in sizes.items()})
+        tensors.require_addable(counts, {name: tensors.Shaped((size,), kind) for name, size in sizes.items()})
     except UpdateError as error:
         raise UpdateError(f"counts: {error}") from None
-    _require_counts(counts, update.weight)
+    _validate_counts(counts, update.weight)
     return counts
 
 
-def _require_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
+def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
     if (counts["right"] < 0).any():
         raise UpdateError("counts: negative numbers of right answers")
     if (counts["right"] > counts["examples"][0]).any():

@@ -1,8 +1,8 @@
-"""Activations of many examples, in memory or in a file, for maps larger than a board's memory.
+"""Activations of many examples, in memory or in a file, for maps larger than a device's memory.
 
-All classes hand out a few examples at a time (`rows`), or a few features of all examples (`columns`, from which a Gram
-matrix is summed). Files are read and written, never mapped: the kernel's page cache does not count as the process's
-memory and is reclaimed under pressure, and most files are deleted before they reach the disk.
+All classes read a few examples at a time, or a few features of all examples, from which a Gram matrix is summed. Files
+are read and written but never mapped: the kernel's page cache does not count as memory of the process and is reclaimed
+under pressure, and most files are deleted before they reach the disk.
 """
 
 from __future__ import annotations
@@ -37,51 +37,44 @@ class Source(Protocol):
     """Examples in a fixed order, read a few at a time."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of examples, then the shape of one."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def example_bytes(self) -> int:
-        """Temporary memory for reading one example, in bytes, beside the example itself."""
+        """Temporary memory in bytes for reading one example, without the example itself."""
         ...
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Examples [first, last), float32."""
+    def read_examples(self, first: int, last: int) -> np.ndarray:
+        """Return the examples [first, last), float32."""
         ...
 
-    def channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Some channels, the second axis, of some examples."""
+    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Return some channels (axis 1) of some examples."""
         ...
 
 
 class Stack(Source, Protocol):
-    """Examples that are written once, in order, and read as often as wanted.
+    """Examples that are written once, in order, and read any number of times.
 
-    Raises, from every method:
-        StoreError: the disk is full or fails.
+    Every method raises StoreError if the disk is full or fails.
     """
 
     @property
-    def nbytes(self) -> int:
-        """Size of all examples as float32, in bytes."""
+    def nbytes(self) -> int: ...
+
+    def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Return features [first, last) of the first `examples` examples, as a new float32 array."""
         ...
 
-    def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first `examples` examples: (examples, last - first) float32, a new array."""
-        ...
-
-    def put(self, values: np.ndarray) -> None:
+    def append(self, values: np.ndarray) -> None:
         """Append the next examples, (k, ...)."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write the stack to this file, atomically."""
-        ...
+    def save(self, path: Path) -> None: ...
 
 
 class InMemory:
-    """A stack in memory: a list of the arrays that were put, without copying them."""
+    """Stack in memory, which keeps the appended arrays without a copy."""
 
     example_bytes = 0
 
@@ -90,14 +83,12 @@ class InMemory:
         self._parts: list[np.ndarray] = []
 
     @classmethod
-    def of(cls, array: np.ndarray) -> InMemory:
-        """A complete stack around one array, (n, ...)."""
+    def from_array(cls, array: np.ndarray) -> InMemory:
         made = cls(array.shape)
-        made.put(array)
+        made.append(array)
         return made
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Examples [first, last); a view where they lie in one of the arrays put."""
+    def read_examples(self, first: int, last: int) -> np.ndarray:
         found, start = [], 0
         for part in self._parts:
             if start < last and first < start + len(part):
@@ -105,12 +96,10 @@ class InMemory:
             start += len(part)
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Some channels of some examples; a view as with `rows`."""
-        return self.rows(examples.start, examples.stop)[:, some]
+    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
+        return self.read_examples(examples.start, examples.stop)[:, some]
 
-    def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first `examples` examples, copied."""
+    def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
         found, start = [], 0
         for part in self._parts:
             if start < examples:
@@ -118,20 +107,19 @@ class InMemory:
             start += len(part)
         return np.concatenate(found)
 
-    def put(self, values: np.ndarray) -> None:
-        """Append the next examples; the array must not change afterwards."""
+    def append(self, values: np.ndarray) -> None:
+        """Append the next examples. The array must not change afterwards."""
         self._parts.append(values)
 
     def save(self, path: Path) -> None:
-        """Copy the stack to this file, atomically."""
         copy = InFile(self.shape, path.parent)
         for part in self._parts:
-            copy.put(part)
+            copy.append(part)
         copy.save(path)
 
 
 class InFile:
-    """A stack in a temporary file, deleted with the object unless it is saved."""
+    """Stack in a temporary file, deleted with the object unless saved."""
 
     example_bytes = 0
 
@@ -144,7 +132,7 @@ class InFile:
 
     @classmethod
     def open(cls, path: Path, shape: tuple[int, ...]) -> InFile | None:
-        """Open the file that `save` wrote; None if there is none, or it is damaged or of another shape."""
+        """Open a saved file, or return None if the file is missing, damaged or of another shape."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -154,7 +142,7 @@ class InFile:
         found._file, found._path, found._end = file, None, found.nbytes
         if os.fstat(file).st_size != found.nbytes + SUM_BYTES:
             return None
-        if found._sum() != os.pread(file, SUM_BYTES, found.nbytes):
+        if found._checksum() != os.pread(file, SUM_BYTES, found.nbytes):
             log.warning("%s is damaged: what it held is made anew", path)
             path.unlink(missing_ok=True)
             return None
@@ -162,27 +150,23 @@ class InFile:
             os.utime(file)  # marks the file as recently used
         return found
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Examples [first, last), read by one contiguous read."""
+    def read_examples(self, first: int, last: int) -> np.ndarray:
         found = np.empty((last - first, *self.shape[1:]), np.float32)
-        self._read(found.reshape(1, -1), first * self._width)
+        self._read_rows(found.reshape(1, -1), first * self._width)
         return found
 
-    def channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Some channels of some examples, by one read for each example."""
+    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
         each = prod(self.shape[2:])
         found = np.empty((examples.stop - examples.start, some.stop - some.start, *self.shape[2:]), np.float32)
-        self._read(found.reshape(len(found), -1), examples.start * self._width + 4 * some.start * each)
+        self._read_rows(found.reshape(len(found), -1), examples.start * self._width + 4 * some.start * each)
         return found
 
-    def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first `examples` examples, by one read for each; all features by one read."""
+    def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
         found = np.empty((examples, last - first), np.float32)
-        self._read(found, 4 * first)
+        self._read_rows(found, 4 * first)
         return found
 
-    def put(self, values: np.ndarray) -> None:
-        """Append the next examples to the file."""
+    def append(self, values: np.ndarray) -> None:
         view = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
         with doing(f"write {self._path}", MEND):
             done = 0
@@ -191,15 +175,13 @@ class InFile:
         self._end += len(view)
 
     def save(self, path: Path) -> None:
-        """Give the temporary file its checksum and this path."""
         assert self._path is not None
         with doing(f"keep {path}", MEND):
-            os.pwrite(self._file, self._sum(), self._end)
+            os.pwrite(self._file, self._checksum(), self._end)
             os.replace(self._path, path)
         self._path = None
 
-    def _sum(self) -> bytes:
-        """CRC-32 of all examples in the file."""
+    def _checksum(self) -> bytes:
         found = 0
         for offset in range(0, self._end, READ_BYTES):
             found = zlib.crc32(os.pread(self._file, min(READ_BYTES, self._end - offset), offset), found)
@@ -211,8 +193,8 @@ class InFile:
         if hasattr(self, "_file"):
             os.close(self._file)
 
-    def _read(self, into: np.ndarray, offset: int) -> None:
-        """Fill row i of `into` (k, width) by one read at `offset` within example i; whole examples are one read."""
+    def _read_rows(self, into: np.ndarray, offset: int) -> None:
+        # Row i is read at `offset` within example i. Whole examples take one read.
         if into.shape[1] * into.itemsize == self._width:
             into = into.reshape(1, -1)
         view, row = into.reshape(-1).view(np.uint8).data, into.shape[1] * into.itemsize
@@ -228,13 +210,13 @@ class InFile:
 
 
 class Mapped:
-    """Another source's examples passed through a function when they are read.
+    """Examples of another source, passed through a function on reading.
 
     Args:
-        source: the examples to map.
-        function: takes and returns a batch of examples.
-        shape: of one result, without batch.
-        example_bytes: temporary memory of the function for one example, in bytes.
+        source: Examples to map.
+        function: Function from a batch of examples to a batch of results.
+        shape: Shape of one result, without the batch.
+        example_bytes: Temporary memory of the function for one example, in bytes.
     """
 
     def __init__(
@@ -244,41 +226,35 @@ class Mapped:
         self.shape = (source.shape[0], *shape)
         self.example_bytes = example_bytes
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Results for examples [first, last), computed anew at each call."""
-        return self._function(self._source.rows(first, last))
+    def read_examples(self, first: int, last: int) -> np.ndarray:
+        return self._function(self._source.read_examples(first, last))
 
-    def channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Some channels of the results for some examples; all are computed."""
-        return self.rows(examples.start, examples.stop)[:, some]
+    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
+        return self.read_examples(examples.start, examples.stop)[:, some]
 
 
 class Part:
-    """Examples [first, last) of another source."""
-
     def __init__(self, source: Source, first: int, last: int) -> None:
         self._source, self._first = source, first
         self.shape = (last - first, *source.shape[1:])
         self.example_bytes = source.example_bytes
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Examples [first, last) of this part."""
-        return self._source.rows(self._first + first, self._first + last)
+    def read_examples(self, first: int, last: int) -> np.ndarray:
+        return self._source.read_examples(self._first + first, self._first + last)
 
-    def channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Some channels of some examples of this part."""
-        return self._source.channels(slice(self._first + examples.start, self._first + examples.stop), some)
+    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
+        return self._source.read_channels(slice(self._first + examples.start, self._first + examples.stop), some)
 
 
 class Shelf:
-    """Factory of stacks, in memory up to a limit and in files beyond it, and a cache of stacks by name.
+    """Factory of stacks, in memory or in files, and a cache of stacks by name.
 
-    A stack kept by name may have been deleted by the time it is looked for.
+    A cached stack can be deleted at any time.
 
     Args:
-        folder: used by this job alone; files that an interrupted task left there are removed.
-        memory_bytes: limit of all living stacks in memory together.
-        kept_bytes: limit of all spare stacks kept by name; stacks that cannot be spared are not counted.
+        folder: Folder of this job. Files left by an interrupted task are removed.
+        memory_bytes: Limit of all living stacks in memory together.
+        kept_bytes: Limit of all spare stacks in the cache.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, kept_bytes: int) -> None:
@@ -289,19 +265,18 @@ class Shelf:
             for left in folder.glob(f"{PART}*"):
                 left.unlink(missing_ok=True)
 
-    def make(self, shape: tuple[int, ...]) -> Stack:
-        """A new, empty stack for values of this shape, (n, ...)."""
+    def make_stack(self, shape: tuple[int, ...]) -> Stack:
         if sum(stack.nbytes for stack in self._made) + 4 * prod(shape) > self._memory_bytes:
             return InFile(shape, self._folder)
         stack = InMemory(shape)
         self._made.add(stack)
         return stack
 
-    def keep(self, name: str, stack: Stack, *, spare: bool) -> None:
-        """Keep a stack for later tasks; a `spare` one only if there is room, and until newer ones need it.
+    def store(self, name: str, stack: Stack, *, spare: bool) -> None:
+        """Store a stack for later tasks. A `spare` stack is stored only if there is room.
 
         Raises:
-            StoreError: the disk is full or fails, and the stack is not spare.
+            StoreError: If the disk is full or fails, and the stack is not spare.
         """
         if not spare:
             stack.save(self._folder / name)
@@ -313,11 +288,10 @@ class Shelf:
             log.warning("%s is not kept: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> InFile | None:
-        """The stack kept under a name; None if there is none of that shape."""
+        """Return the stack stored under a name, or None if there is none of that shape."""
         return InFile.open(self._folder / name, shape) or InFile.open(self._folder / (name + SPARE), shape)
 
     def _make_room(self, size: int) -> bool:
-        """Delete the least recently used spare stacks until `size` more bytes fit; False if they never fit."""
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE}"))
         over = sum(path.stat().st_size - SUM_BYTES for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:

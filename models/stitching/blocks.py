@@ -1,10 +1,10 @@
-"""A donor network cut into blocks, each of which becomes an ONNX graph of its own. Imports torch.
+"""Division of a donor network into blocks, and their export as ONNX graphs.
 
-The network is traced (torch.fx) into a list of operations, and a block is the operations between two cuts, so running
-the blocks in order runs the network, operation by operation. Average pool and flatten belong to the terminating block:
-every other block takes maps to maps, and any may follow any (FedStitch, arXiv 2409.07202, section 4.1). For
-torchvision's alexnet, densenet121, mobilenet_v2, resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points`
-gives the paper's 6, 6, 20, 6 and 14 blocks.
+The network is traced (torch.fx) into a list of operations, and a block is the operations between two cuts, so that the
+blocks in order compute the network. Average pool and flatten belong to the terminating block. Every other block takes
+maps to maps, and any block may follow any other (FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet,
+densenet121, mobilenet_v2, resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points` gives the paper's 6, 6,
+20, 6 and 14 blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Kind = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a donor. Shapes are without batch; FLOPs are per example."""
+    """Block of a donor network. Shapes are without the batch, and FLOPs are per example."""
 
     donor: str
     index: int
@@ -58,13 +58,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX graph from "x" to "y".
+    """ONNX graph from "x" to "y".
 
     Attributes:
-        graph: the serialised model.
-        data: external weights, which the graph refers to by their sha256; None if all weights are in the graph.
-        weight_bytes: size of all weights.
-        activation_bytes: the most that is alive at once for one example, input and output included; 0: not known.
+        graph: Serialised model.
+        data: External weights, named by their sha256 in the graph, or None if all weights are in the graph.
+        weight_bytes: Size of all weights.
+        activation_bytes: Peak memory of one example's values, input and output included, or 0 if unknown.
     """
 
     graph: bytes
@@ -73,66 +73,71 @@ class Graph:
     activation_bytes: int
 
 
-def split(
+def split_donor(
     model: nn.Module, donor: str, shape: tuple[int, ...], *, cuts: Sequence[str] = (), architecture: str = ""
 ) -> list[Block]:
-    """Split a classifier into blocks, in order; the first is of kind "start", the last "end".
+    """Split a classifier into blocks, in order. The first has kind "start", the last "end".
 
     Args:
-        model: the classifier, which is switched to evaluation mode.
-        donor: its name in the job, the prefix of its blocks' ids.
-        shape: of one example: (channels, size, size) of an image, (steps, channels) of a time series.
-        cuts: names of modules after which to cut, in the order they run; none: by `cut_points.by_rule`.
-        architecture: torchvision's name for the network, if it is one of torchvision's.
+        model: Classifier, which is switched to evaluation mode.
+        donor: Name of the donor in the job, the prefix of its blocks' ids.
+        shape: Shape of one example: (channels, size, size) of an image, (steps, channels) of a time series.
+        cuts: Names of modules to cut after, in order, or () for `cut_points.cuts_by_rule`.
+        architecture: Name of the network in torchvision, or "".
 
     Raises:
-        ModelError: the network cannot be traced, or cannot be cut there; names the module and the mend.
+        ModelError: If the network cannot be traced or cut there.
     """
     model = model.eval()
-    traced = _trace(model, donor, shape)
+    traced = _trace_operations(model, donor, shape)
     *nodes, output = traced.graph.nodes
     result = output.args[0]
-    if len(where.shape_of(result)) != 2:
-        raise ModelError(f"donor {donor!r} is no classifier: it yields {where.shape_of(result)}, not (n, classes)")
-    found = where.operations(model, traced)
-    names = where.named(found, donor, cuts) if cuts else where.by_rule(model, found, donor, architecture)
+    if len(where.value_shape(result)) != 2:
+        raise ModelError(f"donor {donor!r} is no classifier: it yields {where.value_shape(result)}, not (n, classes)")
+    found = where.list_operations(model, traced)
+    names = (
+        where.cuts_after_modules(found, donor, cuts) if cuts else where.cuts_by_rule(model, found, donor, architecture)
+    )
     place = {node.name: i for i, node in enumerate(nodes)}
     ends = [*(place[name] for name in names), place[result.name]]
     blocks, first = [], 0
     for index, end in enumerate(ends):
         kind: Kind = "start" if index == 0 else "end" if index == len(names) else "middle"
         last = (found[first].last, found[end].last and kind != "end")
-        blocks.append(_block(traced, donor, index, kind, nodes[first : end + 1], last))
+        blocks.append(_build_block(traced, donor, index, kind, nodes[first : end + 1], last))
         first = end
     return blocks
 
 
-def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
-    """Export a block to ONNX with a free batch size: stages of graphs (`stitched.Block`), reproducible to the byte.
+def export_block(block: Block) -> tuple[tuple[Graph, ...], ...]:
+    """Export a block to ONNX with a free batch size, as stages of graphs, reproducibly.
 
     Most blocks are one stage of one graph. A linear layer of more than TILE_BYTES becomes a stage of tiles, if the
-    graph can be cut around it. Each graph's metadata holds "activation_bytes" and "weight_bytes" for the engine.
+    graph can be cut around the layer. Each graph's metadata has "activation_bytes" and "weight_bytes" for the engine.
 
     Raises:
-        ModelError: an operation that ONNX cannot express, or that no board would run (`fedquilt.graph_check`).
+        ModelError: If ONNX or the devices (`fedquilt.graph_check`) do not support an operation.
     """
-    made = tuple(tuple(_graph(model) for model in stage) for stage in tiled_linear.stages(_onnx(block), TILE_BYTES))
+    made = tuple(
+        tuple(_build_graph(model) for model in stage)
+        for stage in tiled_linear.split_into_stages(_onnx_model(block), TILE_BYTES)
+    )
     for graph in (graph for stage in made for graph in stage):
         try:
-            graph_check.of_bytes(graph.graph, lambda name, data=graph.data: len(data or b""))  # type: ignore[misc]
+            graph_check.check_bytes(graph.graph, lambda name, data=graph.data: len(data or b""))  # type: ignore[misc]
         except ModelError as error:
             raise ModelError(f"block {block.id} would be run by no board: {error}; {MEND}") from None
     return made
 
 
-def _onnx(block: Block) -> onnx.ModelProto:
-    model = onnx_file.traced(block.module, block.in_shape, f"block {block.id}", MEND)
+def _onnx_model(block: Block) -> onnx.ModelProto:
+    model = onnx_file.trace_to_onnx(block.module, block.in_shape, f"block {block.id}", MEND)
     _drop_aliases(model.graph)
     return model
 
 
 def _drop_aliases(graph: onnx.GraphProto) -> None:
-    """Remove the Identity nodes that torch writes for equal tensors; their users read the one tensor it keeps."""
+    # torch writes Identity nodes for equal tensors.
     tensors = {tensor.name for tensor in graph.initializer}
     aliases = [node for node in graph.node if node.op_type == "Identity" and node.input[0] in tensors]
     names = {node.output[0]: node.input[0] for node in aliases}
@@ -142,9 +147,9 @@ def _drop_aliases(graph: onnx.GraphProto) -> None:
         node.input[:] = [names.get(name, name) for name in node.input]
 
 
-def _graph(model: onnx.ModelProto) -> Graph:
-    activation_bytes = onnx_memory.activation_bytes(model)
-    weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
+def _build_graph(model: onnx.ModelProto) -> Graph:
+    activation_bytes = onnx_memory.peak_activation_bytes(model)
+    weight_bytes = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "fedquilt", ""
     facts = {"weight_bytes": str(weight_bytes)}
@@ -158,9 +163,8 @@ def _graph(model: onnx.ModelProto) -> Graph:
 # -- tracing --------------------------------------------------------------------------------------
 
 
-def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
-    """Trace a network into operations, each annotated with the shape of its value for a batch of 2."""
-    traced = symbolic.trace(model, f"donor {donor!r}", "take another donor").eval()
+def _trace_operations(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
+    traced = symbolic.trace_network(model, f"donor {donor!r}", "take another donor").eval()
     try:
         with torch.no_grad():
             ShapeProp(traced).propagate(torch.zeros(2, *shape))
@@ -170,7 +174,7 @@ def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModu
             what, mend = "images", "change `size` or `channels` of [input]"
         else:
             what, mend = "time series", "change `steps` or `channels` of its network"
-        raise ModelError(f"donor {donor!r} does not take {what} of {size}: {_line(error)}; {mend}") from None
+        raise ModelError(f"donor {donor!r} does not take {what} of {size}: {_first_line(error)}; {mend}") from None
     traced.graph.eliminate_dead_code()
     _replace_odd_pools(traced)
     return traced
@@ -182,7 +186,7 @@ def _replace_odd_pools(traced: fx.GraphModule) -> None:
         if not (isinstance(module, nn.AdaptiveAvgPool2d) or node.target is F.adaptive_avg_pool2d):
             continue
         source = node.args[0]
-        before, after = where.shape_of(source)[2:], where.shape_of(node)[2:]
+        before, after = where.value_shape(source)[2:], where.value_shape(node)[2:]
         if any(b % a for b, a in zip(before, after, strict=True)):
             name = f"{node.name}_as_product"
             traced.add_submodule(name, small.ProductPool(before, after))
@@ -190,20 +194,9 @@ def _replace_odd_pools(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def _block(
+def _build_block(
     traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node], last: tuple[bool, bool]
 ) -> Block:
-    """Build a block from `nodes`: the incoming value, then the block's operations.
-
-    Args:
-        traced: the network.
-        donor: its name.
-        index: of the block in it.
-        kind: of the block.
-        nodes: in order.
-        last: whether the network has the channels of the incoming and of the outgoing value last; a block has
-            them first.
-    """
     graph = fx.Graph()
     x = graph.placeholder("x")
     copies = {nodes[0]: graph.call_method("transpose", (x, 1, 2)) if last[0] else x}
@@ -215,14 +208,15 @@ def _block(
     graph.output(graph.call_method("transpose", (y, 1, 2)) if last[1] else y)
     module = fx.GraphModule(traced, graph).eval()
     in_shape, out_shape = (
-        where.shape_of(node)[1:][:: -1 if turned else 1]
+        where.value_shape(node)[1:][:: -1 if turned else 1]
         for node, turned in zip((nodes[0], nodes[-1]), last, strict=True)
     )
     try:
-        flops = registry.cost(module, in_shape).flops
+        flops = registry.measure_cost(module, in_shape).flops
     except Exception as error:  # whatever a user's forward() raises on one example, after the two of the trace
         raise ModelError(
-            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {_line(error)}; its forward() may not "
+            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {_first_line(error)}; its "
+            "forward() may not "
             "state a batch size: write x.shape[0] or -1 there"
         ) from None
     return Block(donor, index, kind, module, in_shape, out_shape, flops)
@@ -232,11 +226,10 @@ def _block(
 
 
 def _move_weights(model: onnx.ModelProto) -> bytes:
-    """Move the large tensors out of the graph, in order, into the bytes returned."""
     data = io.BytesIO()
     moved = []
     for tensor in model.graph.initializer:
-        if _bytes(tensor) < SMALL_BYTES:
+        if _tensor_bytes(tensor) < SMALL_BYTES:
             continue
         data.write(bytes(-data.tell() % ALIGNMENT))
         moved.append((tensor, data.tell(), data.write(tensor.raw_data)))
@@ -250,10 +243,10 @@ def _move_weights(model: onnx.ModelProto) -> bytes:
     return payload
 
 
-def _bytes(tensor: onnx.TensorProto) -> int:
+def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

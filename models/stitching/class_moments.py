@@ -1,11 +1,11 @@
-"""Sums over devices that determine a linear head on frozen features, exact for any split of the examples. numpy only.
+"""Sums over devices that determine a linear head on frozen features.
 
-A device sends a `Part`: the number of its examples of each class, their mean features, and a factor R of the centred
-second moments (R'R = sum of (z - mean)(z - mean)') with min(examples, d) rows. Sums of all devices' parts
-(`fedquilt.models.stitching.moment_sums`) are what `fedquilt.models.stitching.joint_head` solves heads from.
+A device sends its `Part`: the number of its examples of each class, their mean features, and a factor R of the centred
+second moments (R'R = sum of (z - mean)(z - mean)') with min(examples, d) rows. `fedquilt.models.stitching.joint_head`
+solves heads from the sums over all devices (`fedquilt.models.stitching.moment_sums`). Requires numpy only.
 
-Privacy: the factor of a device with few examples reveals the span of its activations. Parts should not outlive the
-round in which they were sent; only their sum over devices is stored.
+Privacy: the factor of a device with few examples reveals the span of its activations. Moments of a single device should
+be deleted after their round. Only the sum over devices is stored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEGATIVE = 1e-3  # most negative eigenvalue taken for rounding, as a share of th
 
 @dataclass(frozen=True)
 class Part:
-    """The sums of one device's examples.
+    """Class counts, class means and second moments of one device's features.
 
     Attributes:
         counts: (labels,) number of examples of each class, int64.
-        means: (labels, d) mean features of each class, float64; zeros where there are no examples.
+        means: (labels, d) mean features of each class, float64, zeros for classes without examples.
         factor: (rows, d) upper trapezoid R with R'R = sum of (z - mean)(z - mean)', about the device's own mean.
     """
 
@@ -40,18 +40,16 @@ class Part:
 
     @property
     def n(self) -> float:
-        """Number of examples on the device."""
         return float(self.counts.sum())
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean features (d,) of all examples on the device."""
         return np.asarray(self.counts @ self.means / self.n)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of the examples of any number of devices, float64.
+    """Class counts, feature sums and scatter of any number of devices, float64.
 
     Attributes:
         counts: (labels,) number of examples of each class.
@@ -65,12 +63,10 @@ class Sums:
 
     @property
     def n(self) -> float:
-        """Number of examples on all devices."""
         return float(self.counts.sum())
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean features (d,) of all examples."""
         return np.asarray(self.totals.sum(axis=0) / self.n)
 
 
@@ -78,12 +74,12 @@ class Sums:
 
 
 def factor_bytes(rows: int, width: int) -> int:
-    """Memory of `part` for `rows` examples of `width` features: float32 features and three float64 copies."""
+    """Return the memory of `device_moments` for `rows` examples of `width` features."""
     return 32 * rows * width
 
 
-def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
-    """Compute a device's part from features z (n, d) and classes y (n,), n >= 1. No matrix is larger than z."""
+def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
+    """Compute a device's moments from features z (n, d) and classes y (n,), n >= 1."""
     z = z.astype(np.float64)
     counts = np.bincount(y, minlength=labels).astype(np.int64)
     means = np.zeros((labels, z.shape[1]))
@@ -94,15 +90,15 @@ def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
 
 
 def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
-    """Pack a part for sending: the mean, the offsets of the present classes' means from it, and the factor.
+    """Pack moments for sending: the mean, the offsets of class means from it, and the factor.
 
-    Centred values are sent as float32, which is accurate even if the mean is large, or as float64 if `exact`.
+    Centred values are sent as float32, which is accurate for large means, or as float64 if `exact`.
     """
     kind = np.float64 if exact else np.float32
     rows, width = given.factor.shape
     mean = given.mean
-    packed = np.empty(_size(rows, width), kind)
-    for row, place in _upper(rows, width):
+    packed = np.empty(_trapezoid_size(rows, width), kind)
+    for row, place in _trapezoid_rows(rows, width):
         packed[place] = given.factor[row, row:]
     return {
         "counts": given.counts,
@@ -117,60 +113,59 @@ def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
 
 
 def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -> Part:
-    """Check and unpack the part that a device sent.
+    """Validate and unpack the moments that a device sent.
 
     Args:
-        given: the device's tensors.
-        labels: number of labels of the job.
-        width: number of features d.
-        exact: as in `to_tensors`.
+        given: Tensors of the device.
+        labels: Number of labels of the job.
+        width: Number of features d.
+        exact: Whether the values are float64, as in `to_tensors`.
 
     Raises:
-        UpdateError: tensors are missing or have other shapes, or no examples can have such counts, means or factor.
+        UpdateError: If tensors are missing or have wrong shapes, or if no examples can have such moments.
     """
     if missing := sorted(set(WANTED) - given.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
-    _require({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
+    _require_shapes({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
     counts, rows = given["counts"], int(given["rows"][0])
     if not counts.any():
         raise UpdateError("moments: counts of examples that are all 0")
     if not 1 <= rows <= min(int(counts.sum()), width):
         raise UpdateError(f"moments: a factor of {rows} rows from {counts.sum()} examples of {width} features")
     present = counts > 0
-    shapes = {"means": (int(present.sum()), width), "factor": (_size(rows, width),)}
-    _require({name: given[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
-    _require({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
+    shapes = {"means": (int(present.sum()), width), "factor": (_trapezoid_size(rows, width),)}
+    _require_shapes({name: given[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
+    _require_shapes({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
     for name in ("mean", *shapes):
         if np.abs(given[name]).max(initial=0.0) > LARGEST:
             raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
-    found = unpacked(given)
-    _require_possible(found)
+    found = unpack_tensors(given)
+    _require_consistent(found)
     return found
 
 
-def unpacked(given: Tensors) -> Part:
-    """Unpack a part that was checked (`from_tensors`)."""
+def unpack_tensors(given: Tensors) -> Part:
     counts, mean, rows = given["counts"], given["mean"], int(given["rows"][0])
     packed, width = given["factor"], len(mean)
     means, factor = np.zeros((len(counts), width)), np.zeros((rows, width))
     means[counts > 0] = mean + given["means"]
-    for row, place in _upper(rows, width):
+    for row, place in _trapezoid_rows(rows, width):
         factor[row, row:] = packed[place]
     return Part(counts.astype(np.int64), means, factor)
 
 
 def require_weight(given: Part, weight: float) -> None:
-    """Check that a part is of as many examples as its update weighs: only the weight is held against a board's speed.
+    """Raise an error unless the number of examples equals the update's weight.
 
     Raises:
-        UpdateError: it is of another number of examples.
+        UpdateError: If the numbers differ.
     """
     if given.n != weight:
         raise UpdateError(f"moments: of {given.n:.0f} examples, in an update that weighs {weight:g}")
 
 
-def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
-    """Merge sums and parts into the sums of all their examples, as if one device had them all.
+def merge_moments(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
+    """Merge sums and devices' moments into the sums of all their examples.
 
     All second moments are shifted to the common mean before they are added, so that no large numbers cancel.
     """
@@ -190,18 +185,17 @@ def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
 # -- packing --------------------------------------------------------------------------------------
 
 
-def halved(matrix: np.ndarray) -> np.ndarray:
+def pack_symmetric(matrix: np.ndarray) -> np.ndarray:
     """Pack the upper half of a symmetric matrix (d, d) into a vector of d (d + 1) / 2."""
-    half = np.empty(_size(*matrix.shape), matrix.dtype)
-    for row, place in _upper(*matrix.shape):
+    half = np.empty(_trapezoid_size(*matrix.shape), matrix.dtype)
+    for row, place in _trapezoid_rows(*matrix.shape):
         half[place] = matrix[row, row:]
     return half
 
 
-def whole(half: np.ndarray, width: int) -> np.ndarray:
-    """Unpack the symmetric matrix (width, width) that `halved` packed."""
+def unpack_symmetric(half: np.ndarray, width: int) -> np.ndarray:
     matrix = np.empty((width, width), half.dtype)
-    for row, place in _upper(width, width):
+    for row, place in _trapezoid_rows(width, width):
         matrix[row, row:] = matrix[row:, row] = half[place]
     return matrix
 
@@ -209,15 +203,8 @@ def whole(half: np.ndarray, width: int) -> np.ndarray:
 # -- checks and packing ---------------------------------------------------------------------------
 
 
-def _require_possible(given: Part) -> None:
-    """Refuse class means that lie further apart than the factor allows.
-
-    The second moments within classes would not be positive semi-definite. Both matrices have few rows, so that the
-    eigenvalues are computed from a matrix of rows + classes, never from d x d.
-
-    Raises:
-        UpdateError: no examples have such means and such a factor.
-    """
+def _require_consistent(given: Part) -> None:
+    # Second moments within classes must be positive semi-definite. Only small matrices are decomposed.
     apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
     apart = apart[given.counts > 0]
     both = np.concatenate([given.factor, apart])
@@ -232,20 +219,18 @@ def _require_possible(given: Part) -> None:
         )
 
 
-def _require(given: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
+def _require_shapes(given: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
     try:
-        tensors.require_same(given, {name: Shaped(shape, np.dtype(kind)) for name, shape in shapes.items()})
+        tensors.require_addable(given, {name: Shaped(shape, np.dtype(kind)) for name, shape in shapes.items()})
     except UpdateError as error:
         raise UpdateError(f"moments: {error}") from None
 
 
-def _size(rows: int, width: int) -> int:
-    """Number of entries of an upper trapezoid."""
+def _trapezoid_size(rows: int, width: int) -> int:
     return rows * width - rows * (rows - 1) // 2
 
 
-def _upper(rows: int, width: int) -> Iterator[tuple[int, slice]]:
-    """Yield each row of an upper trapezoid with the place of its part from the diagonal on in the packed vector."""
+def _trapezoid_rows(rows: int, width: int) -> Iterator[tuple[int, slice]]:
     start = 0
     for row in range(rows):
         yield row, slice(start, start + width - row)

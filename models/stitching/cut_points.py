@@ -1,11 +1,10 @@
-"""Places where a traced network can be cut, and the rule that chooses among them. Imports torch.
+"""Places where a traced network can be cut, and the rule that selects among them.
 
-A cut is allowed after an operation if no other value is used later and its value is a stack of maps: square ones
-(n, c, h, h) for images, (n, c, l) for time series and the tokens of a transformer. Maps that are not square for a
-square image are channels-last, and noise to a block of another network. The shape of values with three axes does not
-show where their channels are: convolutions put them first, linear layers and layer normalisation work on the last
-axis, transpositions swap them, and all other operations keep them. Where they are last, a block hands them on
-transposed.
+A cut is allowed after an operation if no other value is used later and the operation's value is a stack of maps: square
+maps (n, c, h, h) for images, or (n, c, l) for time series and the tokens of a transformer. Maps that are not square for
+a square image are channels-last. The shape of values with three axes does not show the channel axis: convolutions put
+channels first, linear layers and layer normalisation work on the last axis, transpositions swap axes, and all other
+operations keep them. A block transposes its output if channels are last. Requires torch.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a traced network."""
-
     name: str  # name of its value in the trace
     part: str  # part of the network that it belongs to, a child of the trunk or of the network; "": neither
     owner: str  # innermost module that it belongs to
@@ -48,38 +45,38 @@ class Operation:
     last: bool = False  # its value is (n, l, channels): a block hands it on transposed
 
 
-def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
-    """The operations of `traced` (from `model`, with shapes propagated) in order; the first is the input."""
+def list_operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
+    """Return the operations of a traced network with known shapes, in order, input first."""
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     place = {node: i for i, node in enumerate(nodes)}
     until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
-    trunk = trunk_of(model)
-    found, alive, channels = [], set[fx.Node](), _channels(traced)
+    trunk = find_trunk(model)
+    found, alive, channels = [], set[fx.Node](), _channel_axes(traced)
     for i, node in enumerate(nodes):
         alive = {other for other in alive if until[other] > i}
         if node.op != "get_attr":  # a constant is copied to every block that uses it
             alive.add(node)
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        shape = shape_of(node)
+        shape = value_shape(node)
         found.append(
             Operation(
                 name=node.name,
-                part=_part(owner_of(node), trunk),
-                owner=owner_of(node),
-                whole=alive == {node} and (_square(shape) or (len(shape) == 3 and node in channels)),
+                part=_part_name(owner_module(node), trunk),
+                owner=owner_module(node),
+                whole=alive == {node} and (_is_square(shape) or (len(shape) == 3 and node in channels)),
                 weighs=module is not None and any(True for _ in module.parameters()),
-                pools=_pools(node, module),
+                pools=_is_pooling(node, module),
                 last=len(shape) == 3 and channels.get(node) == LAST,
             )
         )
     return found
 
 
-def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
-    """Names of the operations after which to cut, for modules named in the order in which they run.
+def cuts_after_modules(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
+    """Return the names of the last operations of the modules to cut after.
 
     Raises:
-        ModelError: a module is unknown or out of order, or the network cannot be cut after it.
+        ModelError: If a module is unknown or out of order, or if the network cannot be cut there.
     """
     ends: list[int] = []
     for cut in cuts:
@@ -98,33 +95,33 @@ def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[s
     return [found[i].name for i in ends]
 
 
-def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Names of the operations before every part with a convolution or attention, and before the classifier's pool.
+def cuts_by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
+    """Return the cuts before every part with a convolution or attention, and before the classifier.
 
     Raises:
-        ModelError: the network has no such places.
+        ModelError: If the network has no such places.
     """
-    head = _head(found, donor)
+    head = _find_head(found, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
-    ends = named(found, donor, parts) if parts else _before_convolutions(model, found)
+    ends = cuts_after_modules(found, donor, parts) if parts else _cuts_before_convolutions(model, found)
     before_head = {op.name for op in found[:head]}
     return [*(end for end in ends if end in before_head), found[head].name]
 
 
-def trunk_of(model: nn.Module) -> str:
-    """Name of the innermost Sequential with nine tenths of the convolutions; its children are the network's parts.
+def find_trunk(model: nn.Module) -> str:
+    """Return the name of the innermost Sequential with 90 % of the convolutions or attention.
 
     In a transformer, it is the one with nine tenths of the attention, however deep.
     """
     name, module = "", model
-    counted = ATTENTION if _count(model, ATTENTION) else CONVOLUTIONS
+    counted = ATTENTION if _count_modules(model, ATTENTION) else CONVOLUTIONS
     while True:
-        total = _count(module, counted)
+        total = _count_modules(module, counted)
         below = module.named_children() if counted is CONVOLUTIONS else [*module.named_modules()][1:]
         inner = (
             (child_name, child)
             for child_name, child in below
-            if isinstance(child, nn.Sequential) and len(child) > 1 and _count(child, counted) >= 0.9 * total > 0
+            if isinstance(child, nn.Sequential) and len(child) > 1 and _count_modules(child, counted) >= 0.9 * total > 0
         )
         found = next(inner, None)
         if found is None:
@@ -132,40 +129,40 @@ def trunk_of(model: nn.Module) -> str:
         name, module = f"{name}.{found[0]}".lstrip("."), found[1]
 
 
-def shape_of(node: object) -> tuple[int, ...]:
-    """Shape of the node's value, batch first; () if it is not one tensor."""
+def value_shape(node: object) -> tuple[int, ...]:
+    """Return the shape of a node's value, batch first, or () unless the value is one tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return () if meta is None or not hasattr(meta, "shape") else tuple(meta.shape)
 
 
-def owner_of(node: fx.Node) -> str:
-    """Name of the innermost module that the operation belongs to; "" for the network itself."""
+def owner_module(node: fx.Node) -> str:
+    """Return the name of the innermost module of an operation, or "" for the network itself."""
     stack = node.meta.get("nn_module_stack") or {"": None}
     return str([*stack][-1])
 
 
-def _part(owner: str, trunk: str) -> str:
+def _part_name(owner: str, trunk: str) -> str:
     inside = not trunk or owner == trunk or owner.startswith(trunk + ".")
     depth = (trunk.count(".") + 2 if trunk else 1) if inside else 1
     return ".".join(owner.split(".")[:depth])
 
 
-def _before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[str]:
+def _cuts_before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[str]:
     ends: list[str] = []
     seen = False  # whether a convolution came before
-    trunk = trunk_of(model)
+    trunk = find_trunk(model)
     for before, op in pairwise(found):
         if not op.part or op.part == before.part or trunk.startswith(f"{op.part}."):
             continue
-        if _count(model.get_submodule(op.part), CONVOLUTIONS + ATTENTION):
+        if _count_modules(model.get_submodule(op.part), CONVOLUTIONS + ATTENTION):
             if seen and before.whole:
                 ends.append(before.name)
             seen = True
     return ends
 
 
-def _head(found: Sequence[Operation], donor: str) -> int:
-    """Index of the last operation before the terminating block."""
+def _find_head(found: Sequence[Operation], donor: str) -> int:
+    # The last operation before the terminating block.
     last = max((i for i, op in enumerate(found) if op.weighs), default=0)
     first = last  # all layers of the part with the last weights belong to the classifier
     while first > 0 and found[first - 1].part == found[last].part != "":
@@ -184,52 +181,50 @@ def _head(found: Sequence[Operation], donor: str) -> int:
     return start
 
 
-def _count(module: nn.Module, kinds: tuple[type, ...]) -> int:
+def _count_modules(module: nn.Module, kinds: tuple[type, ...]) -> int:
     return sum(isinstance(inner, kinds) for inner in module.modules())
 
 
-def _channels(traced: fx.GraphModule) -> dict[fx.Node, int]:
-    """Axis of the channels of each value, where the operations show it: FIRST or LAST."""
+def _channel_axes(traced: fx.GraphModule) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     for node in traced.graph.nodes:
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        axis = _axis(node, module, found)
+        axis = _channel_axis(node, module, found)
         if axis is not None:
             found[node] = axis
     return found
 
 
-def _axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Node, int]) -> int | None:
-    shape = shape_of(node)
+def _channel_axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Node, int]) -> int | None:
+    shape = value_shape(node)
     before = next((each for each in node.all_input_nodes if each in found), None)
     axis = None if before is None else found[before]
     if isinstance(module, CONVOLUTIONS):
         return FIRST
     if isinstance(module, nn.Linear | nn.LayerNorm) and len(shape) == 3:
         return axis or LAST
-    if before is None or _transposes(node):
-        return FIRST + LAST - axis if axis and len(shape) == 3 and _swaps(node) else None
-    was = shape_of(before)  # (): several values, as attention makes them
+    if before is None or _is_transposition(node):
+        return FIRST + LAST - axis if axis and len(shape) == 3 and _swaps_last_axes(node) else None
+    was = value_shape(before)  # (): several values, as attention makes them
     kept = not shape or not was or len(shape) == len(was) or (len(shape), len(was), shape[1]) == (3, 4, was[1])
     return axis if kept else None
 
 
-def _swaps(node: fx.Node) -> bool:
-    """Whether a transposition of a value (n, a, b) makes it (n, b, a)."""
+def _swaps_last_axes(node: fx.Node) -> bool:
     axes = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], tuple | list) else node.args[1:]
     places = [axis % 3 for axis in axes if isinstance(axis, int)]
     return places in ([0, 2, 1], [1, 2], [2, 1])
 
 
-def _square(shape: tuple[int, ...]) -> bool:
+def _is_square(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 and shape[2] == shape[3]
 
 
-def _transposes(node: fx.Node) -> bool:
+def _is_transposition(node: fx.Node) -> bool:
     return node.target in ("transpose", "permute", torch.transpose, torch.permute)
 
 
-def _pools(node: fx.Node, module: nn.Module | None) -> bool:
+def _is_pooling(node: fx.Node, module: nn.Module | None) -> bool:
     if isinstance(module, POOLS):
         return True
     if node.op == "call_function" and node.target in POOLING:

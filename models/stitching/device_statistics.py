@@ -1,4 +1,4 @@
-"""Moments for the junctions of a stitching job, computed by a device.
+"""Moments for the junctions of a stitching job, computed by a device (FedStitch, section 3).
 
 FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. The moments of several devices add up
 (`fedquilt.models.stitching.least_squares`).
@@ -22,8 +22,6 @@ WAVE = 128  # images that run through a path together
 
 @dataclass(frozen=True)
 class FitAsk(Ask):
-    """Compute the moments for the junctions from `path` to each of `winners`."""
-
     path: tuple[str, ...]
     winners: tuple[str, ...]
     samples: int
@@ -31,55 +29,55 @@ class FitAsk(Ask):
     bias: bool
 
 
-def fit(ask: FitAsk, site: Site) -> Answer:
+def compute_junction_moments(ask: FitAsk, site: Site) -> Answer:
     """Compute the moments from which the winners' junctions are solved.
 
     Returns:
-        Bundles "moments.<i>": the tensors of `least_squares.Moments` for the i-th winner.
+        Result with bundles "moments.<i>", the tensors of `least_squares.Moments` for the i-th winner.
 
     Raises:
-        DataError: there are no examples.
+        DataError: If there are no examples.
     """
     path = [ask.blocks[name] for name in ask.path]
-    between = stitched.junctions(path, site.load)
+    between = stitched.load_junctions(path, site.load)
     winners = [ask.blocks[name] for name in ask.winners]
-    local, chains = scoring.drawn(site), list(scoring.chains(ask.blocks, winners))
-    chosen = scoring.order(local)[: ask.samples]
+    local, chains = scoring.load_private_state(site), list(scoring.donor_chains(ask.blocks, winners))
+    chosen = scoring.example_order(local)[: ask.samples]
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
     sums_bytes = least_squares.moments_bytes(path[-1].out_shape[0])
     run = Flow(site, ask.blocks.values(), len(chosen) * flops, matrices_bytes=sums_bytes)
     found: dict[str, Tensors] = {}
     for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.Moments] = {}
-        for rows in waves(site, chosen):
+        for rows in example_batches(site, chosen):
             shown = block_runner.Prepared(site.train.x[rows], ask.input)
-            x = run.along(path, between, shown, block_runner.Kept(run, rows, len(path)))
+            x = run.run_path(path, between, shown, block_runner.Kept(run, rows, len(path)))
             y: Source = shown
             for block in chain:
                 if block.id in wanted:
-                    run.reserve(sums_bytes)
-                    for start, part in block_runner.pieces(block_runner.resized(x, *block.in_shape[1:])):
-                        aim = y.rows(start, start + len(part))
+                    run.reserve_memory(sums_bytes)
+                    for start, part in block_runner.iterate_pieces(block_runner.resize_maps(x, *block.in_shape[1:])):
+                        aim = y.read_examples(start, start + len(part))
                         sums[block.id] = least_squares.add_maps(sums.get(block.id), part, aim, ask.bias)
                 if block is not chain[-1]:
-                    y = run.block(block, y)
+                    y = run.run_block(block, y)
         while sums:
             name, each = sums.popitem()
             found[name] = least_squares.to_tensors(each, exact=ask.ridge == 0)
             del each
-    return _answer(ask, [found[name] for name in ask.winners], len(chosen), local)
+    return _client_result(ask, [found[name] for name in ask.winners], len(chosen), local)
 
 
-def _answer(ask: Ask, found: Sequence[Tensors], examples: int, local: Tensors) -> Answer:
+def _client_result(ask: Ask, found: Sequence[Tensors], examples: int, local: Tensors) -> Answer:
     bundles = {f"moments.{i}": each for i, each in enumerate(found)}
     return Answer(bundles, float(examples), {"turn": float(ask.turn)}, local)
 
 
-def waves(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
+def example_batches(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the indices of a device's examples, WAVE at a time.
 
     Raises:
-        DataError: there are no examples.
+        DataError: If there are no examples.
     """
     if not len(rows):
         raise DataError(f"{site.device} has no examples")
@@ -88,10 +86,10 @@ def waves(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def require_labels(y: np.ndarray, labels: int, device: str) -> None:
-    """Refuse labels that the job does not have.
+    """Raise an error if a label is outside the job's labels.
 
     Raises:
-        DataError: a label is out of range; names the labels that there are.
+        DataError: If a label is out of range.
     """
     if len(y) and (y.min() < 0 or y.max() >= labels):
         raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")

@@ -1,9 +1,9 @@
-"""Junctions folded into the convolution after them, where that is exact and cheaper. Imports onnx.
+"""Folding of junctions into the following convolution, if exact and cheaper.
 
-A convolution (W, b) after a projection (A, a) equals the convolution (W A, b + W a), unless it pads the map: zeros
-around the projected map are not the projection of zeros if a is not zero. So only convolutions without padding are
-folded, such as the 1x1 convolutions that expand MobileNetV2's blocks and squeeze SqueezeNet's. Blocks whose input goes
-to more than one operation (residual, dense) keep an explicit projection.
+A convolution (W, b) after a projection (A, a) equals the convolution (W A, b + W a), unless the convolution pads the
+map: zeros around the projected map are not the projection of zeros if a is not zero. Therefore only convolutions
+without padding are folded, such as the 1x1 convolutions that expand MobileNetV2's blocks and squeeze SqueezeNet's.
+Blocks whose input goes to more than one operation (residual, dense) keep an explicit projection. Requires onnx.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import onnx
 from onnx import numpy_helper
 
 
-def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """Fold a projection into a graph; None if that is not exact, or would cost more than an explicit projection.
+def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
+    """Fold a projection into a graph, or return None if that is inexact or costs more.
 
     Args:
-        graph: takes one input, maps (n, q, h, w) or (n, q, l).
-        weights: of the projection, (q, p).
-        bias: of the projection, (q,).
+        graph: Graph with one input, maps (n, q, h, w) or (n, q, l).
+        weights: Weights of the projection, (q, p).
+        bias: Bias of the projection, (q,).
 
     Returns:
-        The graph that takes the unprojected maps, with p channels.
+        Graph of the unprojected maps, with p channels.
     """
-    first = _only_taker(graph)
+    first = _only_reader(graph)
     if first is None:
         return None
-    kernel = numpy_helper.to_array(_tensor(graph, first.input[1]))  # (o, q, k, k) or (o, q, k)
+    kernel = numpy_helper.to_array(_find_tensor(graph, first.input[1]))  # (o, q, k, k) or (o, q, k)
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in first.attribute}
     if any(attributes.get("pads", ())) or attributes.get("group", 1) != 1 or attributes.get("auto_pad"):
         return None
@@ -39,7 +39,7 @@ def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.
     node = next(node for node in made.node if node.output[0] == first.output[0])
     offset = kernel.sum(axis=tuple(range(2, kernel.ndim))) @ bias
     if len(node.input) > 2:
-        offset = offset + numpy_helper.to_array(_tensor(graph, node.input[2]))
+        offset = offset + numpy_helper.to_array(_find_tensor(graph, node.input[2]))
     arrays = {"weight": np.einsum("oq...,qp->op...", kernel, weights), "bias": offset}
     node.input[:] = [node.input[0], *(f"{node.output[0]}/folded_{name}" for name in arrays)]
     for name, array in zip(node.input[1:], arrays.values(), strict=True):
@@ -52,8 +52,7 @@ def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.
     return made
 
 
-def _only_taker(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """The convolution with constant weights that is the only user of the graph's input; None if there is none."""
+def _only_reader(graph: onnx.GraphProto) -> onnx.NodeProto | None:
     takers = [node for node in graph.node if graph.input[0].name in node.input]
     known = {tensor.name for tensor in graph.initializer}
     if len(takers) != 1 or takers[0].op_type != "Conv" or not {*takers[0].input[1:]} <= known:
@@ -61,5 +60,5 @@ def _only_taker(graph: onnx.GraphProto) -> onnx.NodeProto | None:
     return takers[0]
 
 
-def _tensor(graph: onnx.GraphProto, name: str) -> onnx.TensorProto:
+def _find_tensor(graph: onnx.GraphProto, name: str) -> onnx.TensorProto:
     return next(tensor for tensor in graph.initializer if tensor.name == name)

@@ -1,6 +1,6 @@
-"""Costs of running a network, and the front of accuracy against cost. numpy-free.
+"""Costs of inference, and the Pareto front of accuracy and cost.
 
-Costs are those of one example. They follow from the blocks, so that no device measures them; milliseconds follow from a
+Costs are those of one example. They follow from the blocks, so that no device measures them. Milliseconds follow from a
 board's profile (`fedquilt.cost_model`).
 """
 
@@ -20,25 +20,25 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs (a multiply-add is 2) and memory traffic of one example, and the bytes of the network's weights."""
+    """FLOPs (a multiply-add is 2) and memory traffic of one example, and bytes of all weights."""
 
     flops: float
     read_bytes: float
     weight_bytes: float
 
 
-def cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
-    """The cost of paths side by side under a head of `labels` labels; with 0 labels, without a head.
+def inference_cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
+    """Return the cost of parallel paths under a head with `labels` labels, or without a head for 0.
 
-    Common beginnings of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
+    Common prefixes of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
     """
     flops = weights = maps = 0.0
-    for ids in stitched.prefixes(paths):
+    for ids in stitched.path_prefixes(paths):
         block = stock.blocks[ids[-1]]
         flops += block.flops
         maps += 4.0 * (prod(block.in_shape) + prod(block.out_shape))
         before = stock.blocks[ids[-2]] if len(ids) > 1 else None
-        if before is not None and not stitched.continues(before, block):
+        if before is not None and not stitched.is_continuation(before, block):
             size = before.out_shape[0] * block.in_shape[0]
             flops += 2.0 * size * min(prod(before.out_shape[1:]), prod(block.in_shape[1:]))
             weights += 4.0 * (size + block.in_shape[0])
@@ -50,28 +50,30 @@ def cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
     return Cost(flops, maps + weights, weights)
 
 
-def milliseconds(flops: float, read_bytes: float, board: str) -> float | None:
-    """Milliseconds of one example on a board, at the first operating point of its profile; None: its speed is unknown.
+def inference_ms(flops: float, read_bytes: float, board: str) -> float | None:
+    """Return the milliseconds of one example on a board, or None if the board's speed is unknown.
 
     Raises:
-        JobError: there is no such profile.
+        JobError: If there is no such profile.
     """
-    points = profiles.load(board).operating_points()
-    seconds = cost_model.seconds(Work(flops=flops, read_bytes=read_bytes, tasks=0.0), points[0]) if points else None
+    points = profiles.load_board_profile(board).operating_points()
+    seconds = (
+        cost_model.work_seconds(Work(flops=flops, read_bytes=read_bytes, tasks=0.0), points[0]) if points else None
+    )
     return None if seconds is None else 1e3 * seconds
 
 
-def undominated(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
-    """Whether each candidate is on the front: no other is as good in gain and all prices, and better in one of them.
+def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
+    """Return whether each candidate is on the Pareto front of gain and prices.
 
     Args:
-        gain: of each candidate, more is better; None: unknown, and never on the front.
-        prices: of each candidate, less is better; the same number of prices for all.
+        gain: Gain of each candidate, more is better, or None for candidates that are never on the front.
+        prices: Prices of each candidate, less is better, the same number for all.
     """
 
-    def beats(one: int, other: int) -> bool:
+    def dominates(one: int, other: int) -> bool:
         ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
         return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
 
     known = [i for i, each in enumerate(gain) if each is not None]
-    return [i in known and not any(beats(j, i) for j in known) for i in range(len(gain))]
+    return [i in known and not any(dominates(j, i) for j in known) for i in range(len(gain))]

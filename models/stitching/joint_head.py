@@ -1,15 +1,15 @@
-"""One linear head over several taps of frozen networks, in closed form from sums over devices. numpy only.
+"""Linear head over several taps of frozen networks, in closed form from sums over devices.
 
-A tap is a place in a network whose pooled maps are features; the features of all taps side by side are a vector z of
-d numbers for each example. The sums of all devices (`fedquilt.models.stitching.class_moments`) determine for any subset
+A tap is a place in a network whose pooled maps are features. The features of all taps side by side are a vector z of d
+numbers for each example. The sums of all devices (`fedquilt.models.stitching.class_moments`) determine for any subset
 of taps, without another task for a device:
 
-- the strength of the ridge, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979);
-- the criterion of that ridge, by which taps are chosen (`forward`);
+- the ridge penalty, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979),
+- the criterion of that penalty, which selects taps (`select_taps`),
 - the head: a linear discriminant that gives every class the same weight, whatever its number of examples.
 
-Features are standardised with the pooled variance of all examples. A strength of 1 adds as much variance to each
-feature as it has.
+Features are standardised with the pooled variance of all examples. A penalty of 1 adds as much variance to each feature
+as it has. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
 
 @dataclass(frozen=True)
 class Standard:
-    """Sums with every feature at mean 0 and variance 1. A feature that does not vary is 0 for all examples.
+    """Sums of standardised features, with mean 0 and variance 1, and 0 for constant features.
 
     Attributes:
-        n: number of examples.
+        n: Number of examples.
         shares: (labels,) share of each class.
-        means: (labels, d) standardised means of the classes; zeros for a class without examples.
+        means: (labels, d) standardised means of the classes, zeros for a class without examples.
         correlation: (d, d) correlations of the features.
-        spread: variance of the one-hot labels.
+        spread: Variance of the one-hot labels.
         mean: (d,) means of the original features.
-        inverse: (d,) 1 / standard deviation of the original features; 0: the feature does not vary.
+        inverse: (d,) 1 / standard deviation of the original features, 0 for constant features.
     """
 
     n: float
@@ -58,8 +58,7 @@ class Standard:
         """Covariance (d, labels) of standardised features and one-hot labels."""
         return np.asarray((self.means * self.shares[:, None]).T)
 
-    def of(self, columns: np.ndarray) -> Standard:
-        """Restrict the sums to some features, by their indices."""
+    def restrict_to(self, columns: np.ndarray) -> Standard:
         return Standard(
             self.n,
             self.shares,
@@ -73,7 +72,7 @@ class Standard:
 
 @dataclass(frozen=True)
 class Strength:
-    """The best strength of a ridge, and its criterion, of which less is better."""
+    """Ridge penalty, and its cross-validation criterion, less is better."""
 
     ridge: float
     criterion: float
@@ -81,14 +80,13 @@ class Strength:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head: scores are weights @ z + bias, for original features z; float64."""
+    """Linear head in float64: scores are weights @ z + bias, for original features z."""
 
     weights: np.ndarray  # (labels, d)
     bias: np.ndarray  # (labels,)
 
 
-def standardised(sums: Sums) -> Standard:
-    """Standardise sums: every feature at mean 0 and variance 1."""
+def standardise(sums: Sums) -> Standard:
     n, mean = sums.n, sums.mean
     deviation = np.sqrt(np.maximum(np.diagonal(sums.scatter), 0.0) / n)
     varies = deviation > np.maximum(CONSTANT * np.abs(mean), np.finfo(np.float64).tiny)
@@ -102,8 +100,8 @@ def standardised(sums: Sums) -> Standard:
     return Standard(n, shares, means, correlation, float(1 - shares @ shares), mean, inverse)
 
 
-def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
-    """The ridge with the least generalised cross-validation criterion, for a regression of one-hot labels on features.
+def best_penalty(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
+    """Return the ridge penalty with the least generalised cross-validation criterion.
 
     The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
@@ -114,25 +112,26 @@ def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
     for ridge in tried:
         kept = 1 / (values + ridge)
         rss = given.spread - 2 * float(squares @ kept) + float((squares * values) @ kept**2)
-        found.append(Strength(ridge, _criterion(rss, float(values @ kept) + 1, given.n)))
+        found.append(Strength(ridge, _gcv(rss, float(values @ kept) + 1, given.n)))
     return min(found, key=lambda each: (each.criterion, -each.ridge))
 
 
-def strength_from(given: Standard, start: Strength, tried: Sequence[float] = STRENGTHS) -> Strength:
-    """A ridge whose criterion neither the next weaker nor the next stronger one betters, downhill from `start`.
+def search_penalty(given: Standard, start: Strength, tried: Sequence[float] = STRENGTHS) -> Strength:
+    """Return a local optimum of the ridge penalty, downhill from `start`.
 
-    Each ridge on the way is solved by Cholesky's factor, a small part of what the eigenvectors for `strength` take: for
-    sets of many features, where a good start is known. Stronger ones are tried first, as more features want them.
+    Each penalty is solved by Cholesky's factor, a small part of the time that the eigenvectors of `best_penalty` take.
+    This suits sets of many features with a good start. Stronger penalties are tried first, because more features need
+    them.
 
     Args:
-        given: sums of the set.
-        start: one of those tried, with the criterion that it comes to.
-        tried: ridges, ascending.
+        given: Sums of the set.
+        start: One of `tried`, with its criterion.
+        tried: Penalties, ascending.
     """
     best, place = start, tried.index(start.ridge)
     for step in (1, -1):
         while 0 <= place + step < len(tried):
-            found = Strength(tried[place + step], _solved_criterion(given, tried[place + step]))
+            found = Strength(tried[place + step], _penalty_criterion(given, tried[place + step]))
             if not found.criterion < best.criterion:
                 break
             best, place = found, place + step
@@ -141,37 +140,35 @@ def strength_from(given: Standard, start: Strength, tried: Sequence[float] = STR
     return best
 
 
-def strength_at(given: Standard, ridge: float) -> Strength:
-    """One ridge with its criterion."""
-    return Strength(ridge, _solved_criterion(given, ridge))
+def evaluate_penalty(given: Standard, ridge: float) -> Strength:
+    return Strength(ridge, _penalty_criterion(given, ridge))
 
 
-def _solved_criterion(given: Standard, ridge: float) -> float:
-    """The criterion of one ridge."""
+def _penalty_criterion(given: Standard, ridge: float) -> float:
     both = given.correlation.copy()
     both[np.diag_indices(len(both))] += ridge
-    inverse = _triangular_inverse(np.linalg.cholesky(both))
+    inverse = _invert_triangular(np.linalg.cholesky(both))
     half = inverse @ given.cross
     weights = inverse.T @ half
     explained, squares = float(np.vdot(half, half)), float(np.vdot(weights, weights))
-    return _reckoned(given, len(both), explained, squares, float(np.vdot(inverse, inverse)), ridge)
+    return _criterion_from_sums(given, len(both), explained, squares, float(np.vdot(inverse, inverse)), ridge)
 
 
-def _triangular_inverse(lower: np.ndarray) -> np.ndarray:
-    """The inverse of a lower triangular matrix, by halves: numpy has none of its own that leaves the zeros out."""
+def _invert_triangular(lower: np.ndarray) -> np.ndarray:
+    # numpy has no inverse that exploits the zeros.
     size = len(lower)
     if size <= HALVED:
         return np.linalg.inv(lower)
     cut = size // 2
     found = np.zeros_like(lower)
-    found[:cut, :cut] = _triangular_inverse(lower[:cut, :cut])
-    found[cut:, cut:] = _triangular_inverse(lower[cut:, cut:])
+    found[:cut, :cut] = _invert_triangular(lower[:cut, :cut])
+    found[cut:, cut:] = _invert_triangular(lower[cut:, cut:])
     found[cut:, :cut] = -found[cut:, cut:] @ (lower[cut:, :cut] @ found[:cut, :cut])
     return found
 
 
-def discriminant(given: Standard, ridge: float) -> Head:
-    """A linear discriminant for equally frequent classes, with a ridge on the variance within classes.
+def fit_discriminant(given: Standard, ridge: float) -> Head:
+    """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
 
     A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
     """
@@ -187,13 +184,13 @@ def discriminant(given: Standard, ridge: float) -> Head:
     return Head(weights, bias)
 
 
-def handed_out(head: Tensors) -> dict[str, np.ndarray]:
-    """A head as it is handed out: a class whose bias is NEVER scores -inf, so that it wins in no runtime.
+def export_head(head: Tensors) -> dict[str, np.ndarray]:
+    """Return a head in which a class with the bias NEVER scores -inf.
 
-    States hold NEVER instead, because what they hold has to be finite.
+    States contain NEVER instead, because their values must be finite.
 
     Args:
-        head: "weights" (labels, d), "bias" (labels,), and other tensors, which are returned as they are.
+        head: "weights" (labels, d), "bias" (labels,), and other tensors, which are returned unchanged.
     """
     weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
     never = bias <= np.float32(NEVER)
@@ -210,19 +207,17 @@ class Layout:
 
     widths: tuple[int, ...]
 
-    def columns(self, taps: Sequence[int]) -> np.ndarray:
-        """Indices of the features of some taps, in the order of `taps`."""
+    def feature_columns(self, taps: Sequence[int]) -> np.ndarray:
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])
 
-    def width(self, taps: Sequence[int]) -> int:
-        """Number of features of some taps together."""
+    def total_width(self, taps: Sequence[int]) -> int:
         return sum(self.widths[tap] for tap in taps)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Chosen taps in the order in which they were added, with the criterion of the set after each."""
+    """Selected taps in order of selection, with the criterion after each step."""
 
     ridge: float
     taps: tuple[int, ...]
@@ -251,29 +246,29 @@ class _Open:
     cross: np.ndarray  # (c, labels) what the set leaves of its covariance with the labels
 
 
-def forward(
+def select_taps(
     given: Standard, layout: Layout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> Joined:
-    """Choose taps greedily: add the one that lowers the criterion most, as long as one lowers it by the share GAIN.
+    """Select taps greedily, as long as one lowers the criterion by at least the share GAIN.
 
-    What a tap would add follows from the block of the matrix that it shares with those taken (a Schur complement). That
-    is brought up to date whenever a tap joins, so that no set is solved anew and each pair of taps is looked at once.
+    The gain of a tap follows from the block of the matrix that it shares with the selected taps (a Schur complement).
+    The block is updated whenever a tap is selected, so that each pair of taps is visited once.
 
     Args:
-        given: sums of all taps.
-        layout: the taps' places.
-        start: the first tap.
-        among: the taps to choose from; `start` may be among them.
-        ridge: strength, the same for all sets.
-        widest: limit on the features of the set.
+        given: Sums of all taps.
+        layout: Places of the taps' features.
+        start: First tap.
+        among: Taps to select from.
+        ridge: Penalty, the same for all sets.
+        widest: Limit on the features of the set.
     """
     nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
     so_far = _Taken(nothing, np.empty((0, labels)), 0.0, 0.0)
-    first, *others = (_begun(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
-    taken, criteria, best = [first.tap], [_joins(given, so_far, first, ridge)], first
+    first, *others = (_open_tap(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
+    taken, criteria, best = [first.tap], [_joint_criterion(given, so_far, first, ridge)], first
     while True:
-        so_far, others = _with(given, so_far, best, others, layout.width(taken), widest)
-        known = [(_joins(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)]
+        so_far, others = _add_tap(given, so_far, best, others, layout.total_width(taken), widest)
+        known = [(_joint_criterion(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)]
         if not known or not min(known)[0] < criteria[-1] * (1 - GAIN):
             return Joined(ridge, tuple(taken), tuple(criteria))
         criterion, tap, place = min(known)
@@ -282,38 +277,27 @@ def forward(
         criteria.append(criterion)
 
 
-def _begun(given: Standard, layout: Layout, tap: int, ridge: float) -> _Open:
-    """A tap beside the empty set."""
-    columns = layout.columns([tap])
+def _open_tap(given: Standard, layout: Layout, tap: int, ridge: float) -> _Open:
+    columns = layout.feature_columns([tap])
     block = given.correlation[np.ix_(columns, columns)]
     block[np.diag_indices(len(block))] += ridge
     return _Open(tap, columns, np.empty((0, len(columns))), block, np.zeros_like(block), given.cross[columns])
 
 
-def _joins(given: Standard, so_far: _Taken, tap: _Open, ridge: float) -> float:
-    """The criterion of the set taken and a tap together."""
+def _joint_criterion(given: Standard, so_far: _Taken, tap: _Open, ridge: float) -> float:
     inverse = np.linalg.inv(tap.left)
     step = inverse @ tap.cross
     weights = so_far.weights - tap.solved @ step
     trace = so_far.trace + float(np.trace(inverse)) + float(np.vdot(inverse, tap.square))
     explained = so_far.explained + float(np.vdot(tap.cross, step))
     squares = float(np.vdot(weights, weights)) + float(np.vdot(step, step))
-    return _reckoned(given, len(so_far.columns) + len(step), explained, squares, trace, ridge)
+    return _criterion_from_sums(given, len(so_far.columns) + len(step), explained, squares, trace, ridge)
 
 
-def _with(
+def _add_tap(
     given: Standard, so_far: _Taken, tap: _Open, others: Sequence[_Open], width: int, widest: int
 ) -> tuple[_Taken, list[_Open]]:
-    """The set taken once a tap has joined it, and the others beside that, but for those too wide to follow.
-
-    Args:
-        given: sums of all taps.
-        so_far: the set before.
-        tap: which joins it.
-        others: still to choose from.
-        width: features of the set with the tap.
-        widest: features of a set at most.
-    """
+    # Returns the set with the tap, and the open taps that are not too wide.
     inverse = np.linalg.inv(tap.left)
     step = inverse @ tap.cross
     after = _Taken(
@@ -337,21 +321,13 @@ def _with(
     return after, found
 
 
-def _reckoned(given: Standard, width: int, explained: float, squares: float, trace: float, ridge: float) -> float:
-    """The criterion of a ridge on so many features.
-
-    Args:
-        given: sums.
-        width: features.
-        explained: sum over features and labels of cross * weights.
-        squares: sum of squared weights.
-        trace: of the inverse of the correlation with the ridge on its diagonal.
-        ridge: the strength.
-    """
+def _criterion_from_sums(
+    given: Standard, width: int, explained: float, squares: float, trace: float, ridge: float
+) -> float:
     rss = given.spread - explained - ridge * squares
-    return _criterion(rss, width - ridge * trace + 1, given.n)
+    return _gcv(rss, width - ridge * trace + 1, given.n)
 
 
-def _criterion(rss: float, freedom: float, n: float) -> float:
+def _gcv(rss: float, freedom: float, n: float) -> float:
     left = 1 - freedom / n
     return max(rss, 0.0) / left**2 if left > 1e-9 else np.inf

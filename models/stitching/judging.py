@@ -1,4 +1,4 @@
-"""Compare candidates of a stitching job: accuracy, costs, what joining and stitching add, and each of them in words."""
+"""Comparison of candidates: accuracy, costs, and gains from joining and stitching."""
 
 from __future__ import annotations
 
@@ -7,86 +7,86 @@ from math import sqrt
 from typing import Any
 
 from fedquilt.models.stitching import front, joint_head, names, stitched
-from fedquilt.models.stitching.candidates import criterion_of, is_native
+from fedquilt.models.stitching.candidates import candidate_criterion, is_native_path
 from fedquilt.models.stitching.front import Cost
 from fedquilt.models.stitching.search_state import Candidate, State
 
 
-def accuracy(state: State, candidate: Candidate) -> float | None:
-    """Share of right answers on held-out examples; None: nothing was held out."""
+def heldout_accuracy(state: State, candidate: Candidate) -> float | None:
+    """Return the share of correct predictions on held-out examples, or None if there are none."""
     return candidate.right / state.examples if state.examples else None
 
 
-def merit(state: State, candidate: Candidate) -> tuple[float, ...]:
-    """Sort key of a candidate, larger is better: right answers on held-out examples less its price, then fewer blocks.
+def ranking_key(state: State, candidate: Candidate) -> tuple[float, ...]:
+    """Return a sort key, larger is better: correct predictions less the price, then fewer blocks.
 
-    If nothing is held out, the criterion of generalised cross-validation decides, then the score.
+    Without held-out examples the criterion of generalised cross-validation decides, then the score.
     """
-    size, criterion = len(stitched.prefixes(candidate.paths)), criterion_of(candidate)
-    by_examples = (candidate.right - price(state, candidate) * state.examples / 100, -size) if state.examples else ()
+    size, criterion = len(stitched.path_prefixes(candidate.paths)), candidate_criterion(candidate)
+    by_examples = (
+        (candidate.right - price_in_points(state, candidate) * state.examples / 100, -size) if state.examples else ()
+    )
     return (*by_examples, -criterion, candidate.score or 0.0, -size)
 
 
-def cost(state: State, candidate: Candidate) -> Cost:
-    """Cost of one example."""
-    return front.cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
+def candidate_cost(state: State, candidate: Candidate) -> Cost:
+    return front.inference_cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
 
 
-def price(state: State, candidate: Candidate) -> float:
-    """Price of a candidate's costs in points of accuracy, by the job's parameters."""
-    params, own = state.params, cost(state, candidate)
+def price_in_points(state: State, candidate: Candidate) -> float:
+    """Return the price of a candidate's costs in points of accuracy, by the job's parameters."""
+    params, own = state.params, candidate_cost(state, candidate)
     points = params.price_mflop * own.flops / 1e6 + params.price_mb * own.weight_bytes / 1e6
     if params.price_ms:
-        points += params.price_ms * (front.milliseconds(own.flops, own.read_bytes, params.board) or 0.0)
+        points += params.price_ms * (front.inference_ms(own.flops, own.read_bytes, params.board) or 0.0)
     return points
 
 
-def on_front(state: State) -> list[bool]:
-    """Whether each candidate is on the front: none is at least as accurate and as cheap, and better in one of these."""
-    costs = [cost(state, each) for each in state.candidates]
+def candidates_on_front(state: State) -> list[bool]:
+    costs = [candidate_cost(state, each) for each in state.candidates]
     prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
-    return front.undominated([accuracy(state, each) for each in state.candidates], prices)
+    return front.pareto_front([heldout_accuracy(state, each) for each in state.candidates], prices)
 
 
-def best(state: State, among: Sequence[Candidate]) -> Candidate | None:
-    """The candidate with the highest `merit`; None of none."""
-    return max(among, key=lambda each: merit(state, each), default=None)
+def best_candidate(state: State, among: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate with the highest `ranking_key`, or None if there are none."""
+    return max(among, key=lambda each: ranking_key(state, each), default=None)
 
 
-def gains(state: State) -> dict[str, float | None]:
-    """Gain in accuracy on held-out examples by joining taps and by stitching, as shares; None: unknown.
+def accuracy_gains(state: State) -> dict[str, float | None]:
+    """Return the gains in held-out accuracy by joining taps and by stitching, or None if unknown.
 
-    "joined" compares the best set of several taps with the best single tap, "stitched" the best network with a stitched
-    path with the best one without.
+    "joined" compares the best set of several taps with the best single tap. "stitched" compares the best network with a
+    stitched path with the best network without.
     """
     found: dict[str, float | None] = {}
-    for name, (one, other) in _sides(state).items():
-        both = [accuracy(state, each) if each else None for each in (one, other)]
+    for name, (one, other) in _compared_candidates(state).items():
+        both = [heldout_accuracy(state, each) if each else None for each in (one, other)]
         found[name] = None if both[0] is None or both[1] is None else both[0] - both[1]
     return found
 
 
-def _sides(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]:
-    """The best candidate with and the best one without joining, and likewise with and without stitching."""
+def _compared_candidates(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]:
     known = [each for each in state.candidates if each.kind != "aligned"]
 
-    def sides(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
-        return best(state, [c for c in known if does(c)]), best(state, [c for c in known if not does(c)])
+    def best_pair(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
+        return best_candidate(state, [c for c in known if does(c)]), best_candidate(
+            state, [c for c in known if not does(c)]
+        )
 
     def is_stitched(candidate: Candidate) -> bool:
-        return not all(is_native(state.stock, path) for path in candidate.paths)
+        return not all(is_native_path(state.stock, path) for path in candidate.paths)
 
-    return {"joined": sides(lambda each: each.kind == "joined"), "stitched": sides(is_stitched)}
+    return {"joined": best_pair(lambda each: each.kind == "joined"), "stitched": best_pair(is_stitched)}
 
 
-def told(state: State) -> list[str]:
-    """The validation in sentences: every candidate, the chosen one, and the gains of joining and stitching."""
-    ordered = sorted(state.candidates, key=lambda each: merit(state, each), reverse=True)
-    lines = [f"{name(each)}: {_percent(state, each)}{_costs(state, each)}" for each in ordered]
-    lines.append(f"chosen: {name(ordered[0])}")
+def describe_validation(state: State) -> list[str]:
+    ordered = sorted(state.candidates, key=lambda each: ranking_key(state, each), reverse=True)
+    lines = [f"{candidate_name(each)}: {_format_accuracy(state, each)}{_format_costs(state, each)}" for each in ordered]
+    lines.append(f"chosen: {candidate_name(ordered[0])}")
     if not state.examples:
         return lines
-    for what, (one, other) in _sides(state).items():
+    for what, (one, other) in _compared_candidates(state).items():
         doing = "joining taps" if what == "joined" else "stitching"
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")
@@ -96,38 +96,36 @@ def told(state: State) -> list[str]:
         noise = 100 * sqrt(share * (1 - share) / state.examples)
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
         where = f"on {state.examples} held-out examples (an accuracy's standard error there: {noise:.1f})"
-        lines.append(f"{doing} {verdict} {where}: {name(one)} beside {name(other)}")
+        lines.append(f"{doing} {verdict} {where}: {candidate_name(one)} beside {candidate_name(other)}")
     return lines
 
 
-def handed_out(state: State, candidate: Candidate) -> stitched.Network:
-    """A candidate as a network of its own, in which classes without examples score -inf in any runtime."""
+def to_network(state: State, candidate: Candidate) -> stitched.Network:
+    """Convert a candidate to a network, in which classes without examples score -inf."""
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
-    return stitched.Network(candidate.paths, state.junctions, head=joint_head.handed_out(candidate.head))
+    return stitched.Network(candidate.paths, state.junctions, head=joint_head.export_head(candidate.head))
 
 
-def _costs(state: State, candidate: Candidate) -> str:
-    own, board = cost(state, candidate), state.params.board
-    took = front.milliseconds(own.flops, own.read_bytes, board) if board else None
+def _format_costs(state: State, candidate: Candidate) -> str:
+    own, board = candidate_cost(state, candidate), state.params.board
+    took = front.inference_ms(own.flops, own.read_bytes, board) if board else None
     there = "" if took is None else f", {took:.3g} ms on {board}"
     return f", {own.flops / 1e6:.3g} MFLOP, {own.weight_bytes / 1e6:.3g} MB{there}"
 
 
-def summaries(state: State) -> list[dict[str, Any]]:
-    """The `summary` of each candidate, with `on_front` under "front"."""
-    pairs = zip(state.candidates, on_front(state), strict=True)
-    return [{**summary(state, each), "front": best} for each, best in pairs]
+def summarise_all(state: State) -> list[dict[str, Any]]:
+    pairs = zip(state.candidates, candidates_on_front(state), strict=True)
+    return [{**summarise(state, each), "front": best} for each, best in pairs]
 
 
-def summary(state: State, candidate: Candidate) -> dict[str, Any]:
-    """One candidate's entry in the result; "flops", "read_bytes" and "weight_bytes" are costs of one example."""
-    own = cost(state, candidate)
+def summarise(state: State, candidate: Candidate) -> dict[str, Any]:
+    own = candidate_cost(state, candidate)
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
-        "accuracy": accuracy(state, candidate),
+        "accuracy": heldout_accuracy(state, candidate),
         "examples": state.examples,
         "criterion": candidate.criterion,
         "ridge": candidate.ridge,
@@ -139,11 +137,10 @@ def summary(state: State, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def name(candidate: Candidate) -> str:
-    """A candidate's name (`names.network`)."""
-    return names.network(candidate.paths, bool(candidate.head))
+def candidate_name(candidate: Candidate) -> str:
+    return names.network_name(candidate.paths, bool(candidate.head))
 
 
-def _percent(state: State, candidate: Candidate) -> str:
-    share = accuracy(state, candidate)
+def _format_accuracy(state: State, candidate: Candidate) -> str:
+    share = heldout_accuracy(state, candidate)
     return "not validated" if share is None else f"{100 * share:.1f} % on {state.examples} held-out"

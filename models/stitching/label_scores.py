@@ -1,7 +1,7 @@
-"""Scores of a block's pooled output by what it says of the images' labels. numpy only.
+"""Scores of a block's pooled output by the labels of the images.
 
-Likeness to the donor's own output (`fedquilt.models.stitching.cka`) is 1 for every unmodified donor, at any depth, and
-does not tell blocks that help a classifier from others. Both scores here do, from the same few images.
+Similarity to the donor's own output (`fedquilt.models.stitching.cka`) is 1 for every unmodified donor at any depth, and
+does not separate blocks that help a classifier from others. Both scores here do, with the same few images.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from fedquilt.models.stitching.cka import Score
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the ridge, as multiples of the features' mean squared length
 
 
-def alignment(features: np.ndarray, y: np.ndarray) -> Score:
-    """Unbiased CKA of features (n, d) and labels y (n,) as one-hot vectors: about 0 if independent, 1 at most.
+def label_alignment(features: np.ndarray, y: np.ndarray) -> Score:
+    """Return the unbiased CKA of features (n, d) and one-hot labels y (n,), about 0 if independent.
 
-    Labels or features that do not vary score 0 and are flagged.
+    Labels or features without variation score 0 and are flagged.
     """
-    return cka.cka(cka.gram(features), cka.gram(_one_hot(y)))
+    return cka.cka(cka.gram_matrix(features), cka.gram_matrix(_one_hot(y)))
 
 
-def explained(features: np.ndarray, y: np.ndarray) -> Score:
-    """Estimated share of the one-hot labels' variance that a ridge on the features explains on other images.
+def explained_variance(features: np.ndarray, y: np.ndarray) -> Score:
+    """Estimate the share of the labels' variance that a ridge on the features explains.
 
     The score is 1 - GCV / GCV of the mean alone, at the best of STRENGTHS, where GCV is the generalised
     cross-validation error rss / (n - df)^2 (Golub, Heath and Wahba, 1979), computed from the Gram matrix of the
-    standardised features. It lies in [-1, 1] and is about 0 if features and labels are independent. Labels or features
-    that do not vary score 0 and are flagged.
+    standardised features. The score is in [-1, 1] and about 0 if features and labels are independent. Labels or
+    features without variation score 0 and are flagged.
     """
     x = features.astype(np.float64)
     x -= x.mean(axis=0)

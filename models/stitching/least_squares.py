@@ -1,15 +1,15 @@
-"""Least squares across devices: moments that add up, and the solution that they determine. numpy only.
+"""Ridge regression across devices, from moments that add up.
 
 A junction between two blocks is y = W x + b, fitted by ridge regression. The fit needs only the count, the means and
 the centred second moments of its rows. These merge exactly (Chan et al., 1979), so that the coordinator's solution
 equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose
 matrix is singular whenever there are fewer rows than channels.
 
-The moments also tell how good a solution is on other rows: `left_out` solves from all devices but one and measures the
-error on that one, without another task for any device.
+The moments also give the error of a solution on other rows: `leave_one_out_residuals` solves from all devices but one
+and measures the error on that device, without another task. Requires numpy only.
 
 Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its activations. A few are
-held separately while a round is folded, and dropped afterwards; only sums over several devices should be stored.
+held separately during a round, and deleted afterwards. Only sums over several devices should be stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK = 256  # rows or columns of a matrix updated at a time, so that no second 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of n rows x (p,) and y (q,), float64. Uncentred moments (no bias) have zero means."""
+    """Moments of n rows x (p,) and y (q,), float64. Uncentred moments have zero means."""
 
     n: float
     mean_x: np.ndarray  # (p,)
@@ -42,17 +42,14 @@ class Moments:
 
     @property
     def nbytes(self) -> int:
-        """Size of the matrices."""
         return self.xx.nbytes + self.xy.nbytes
 
 
-def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """Moments of rows x (rows, p) and y (rows, q)."""
-    return add(None, x, y, centred)
+def compute_moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    return add_rows(None, x, y, centred)
 
 
-def merge(parts: Sequence[Moments]) -> Moments:
-    """Moments of the rows of all parts together."""
+def merge_moments(parts: Sequence[Moments]) -> Moments:
     first, *others = parts
     if not others:
         return first
@@ -62,15 +59,15 @@ def merge(parts: Sequence[Moments]) -> Moments:
         total = n + part.n
         dx, dy = part.mean_x - mean_x, part.mean_y - mean_y
         share = n * part.n / total
-        _add(xx, part.xx, share, dx, dx)
-        _add(xy, part.xy, share, dx, dy)
+        _add_outer(xx, part.xx, share, dx, dx)
+        _add_outer(xy, part.xy, share, dx, dy)
         yy += part.yy + share * float(dy @ dy)
         mean_x, mean_y, n = mean_x + dx * (part.n / total), mean_y + dy * (part.n / total), total
     return Moments(n, mean_x, mean_y, xx, xy, yy)
 
 
-def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """Add more rows to moments (None: none yet) in place; `sums` must not be used afterwards."""
+def add_rows(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    """Add rows to moments in place, or start with None. `sums` must not be used afterwards."""
     p, q = x.shape[1], y.shape[1]
     sums = sums or Moments(0.0, np.zeros(p), np.zeros(q), np.zeros((p, p)), np.zeros((p, q)), 0.0)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -89,18 +86,18 @@ def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True
 
 
 def add_maps(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """Add maps x (n, p, ...) and y (n, q, ...) of the same size in place, one row for each example and position."""
-    for a, b in _chunks(x, y):
-        sums = add(sums, a, b, centred)
+    """Add maps x (n, p, ...) and y (n, q, ...) in place, one row per example and position."""
+    for a, b in _iterate_chunks(x, y):
+        sums = add_rows(sums, a, b, centred)
     assert sums is not None, "no maps"
     return sums
 
 
-def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
+def solve_ridge(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
     """Solve for W (q, p) and b (q,), float64, with the least sum of |W x + b - y|^2 plus lam |W|^2.
 
-    lam = ridge * trace(xx) / p is relative to the variance of x, so that dead and duplicate channels are harmless.
-    With ridge = 0 the solution has the least norm, using only eigenvalues larger than rounding errors.
+    lam = ridge * trace(xx) / p is relative to the variance of x, so that dead and duplicate channels are harmless. With
+    ridge = 0 the solution has the least norm, using only eigenvalues larger than rounding errors.
     """
     p = len(sums.mean_x)
     if ridge > 0:
@@ -117,27 +114,27 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """Peak memory of a `Fit` of `channels` channels on `positions` rows, whichever form it takes."""
+    """Return the peak memory of a `Fit` of `channels` channels on `positions` rows."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
 
 def moments_bytes(channels: int) -> int:
-    """Memory of moments of `channels` channels while they grow and are sent."""
+    """Return the memory of moments of `channels` channels, with the copy that is sent."""
     return 16 * channels * channels
 
 
 class Fit:
-    """Ridge regression on rows in memory (see `solve`), with one inverse for any number of targets.
+    """Ridge regression on rows in memory, with one inverse for any number of targets.
 
-    The cheaper of two equivalent forms is used: with fewer rows than channels the dual inverts an n x n matrix instead
-    of a p x p one. With ridge = 0 the pseudo-inverse comes from a singular value decomposition that cuts off at
-    max(n, p) * eps.
+    The cheaper of two equivalent forms is used: with fewer rows than channels the dual form inverts an n x n matrix
+    instead of a p x p matrix. With ridge = 0 the pseudo-inverse comes from a singular value decomposition with a
+    cut-off at max(n, p) * eps.
 
     Args:
-        x: rows, (n, p).
-        ridge: relative to the mean variance of a channel.
-        centred: False: no bias.
+        x: Rows, (n, p).
+        ridge: Penalty relative to the mean variance of a channel.
+        centred: Whether to fit a bias.
     """
 
     def __init__(self, x: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> None:
@@ -156,8 +153,8 @@ class Fit:
         else:
             self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
 
-    def weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """W (q, p) and b (q,), float64, for targets y (n, q)."""
+    def solve_weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return W (q, p) and b (q,), float64, for targets y (n, q)."""
         mean = y.mean(axis=0, dtype=np.float64) * self._centred
         y = y - mean
         if self._x is None:
@@ -174,16 +171,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Moments of many devices, merged over all devices and over groups of devices."""
-
     total: Moments
     groups: tuple[Moments, ...]  # (): too large to be held separately
 
 
-def gather(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
-    """Add a device's moments, as a group of its own up to `most` groups, then merged into the smallest group.
+def add_device(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
+    """Add a device's moments as a new group, or to the smallest group if there are `most` groups.
 
-    The total is the same to the last bit as merging all devices in this order. With `most` below 2 there are no groups.
+    The total is bit-identical to merging all devices in this order. With `most` below 2 there are no groups.
     """
     if so_far is None:
         return Gathered(new, (new,) if most > 1 else ())
@@ -192,14 +187,14 @@ def gather(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
         groups.append(new)
     elif groups:
         smallest = min(range(len(groups)), key=lambda i: groups[i].n)
-        groups[smallest] = merge([groups[smallest], new])
-    return Gathered(merge([so_far.total, new]), tuple(groups))
+        groups[smallest] = merge_moments([groups[smallest], new])
+    return Gathered(merge_moments([so_far.total, new]), tuple(groups))
 
 
-def residual(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
-    """Share of y's variance that W x + b does not explain on the rows of `sums`: 1 - R^2.
+def unexplained_variance(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
+    """Return the share of y's variance that W x + b does not explain on the rows of `sums`: 1 - R^2.
 
-    0 is a perfect fit and 1 is as good as the rows' own mean of y; a fit from other rows may be worse than 1. Uncentred
+    0 is a perfect fit and 1 is as good as the rows' own mean of y. A fit from other rows may be worse than 1. Uncentred
     moments have zero means, and need b = 0. The share is 1 if y does not vary.
     """
     offset = sums.mean_y - w @ sums.mean_x - b
@@ -208,19 +203,22 @@ def residual(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
     return max(float(left) / sums.yy, 0.0) if sums.yy > 0 else 1.0
 
 
-def left_out(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
-    """Leave-one-out `residual` of each part, for the solution from all other parts; [] for a single part.
+def leave_one_out_residuals(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
+    """Return the `unexplained_variance` of each part for the solution from the remaining parts.
 
-    Parts are merged by recursive halving: n parts take n log n merges, and log n sums are held at a time.
+    A single part gives []. Parts are merged by recursive halving: n parts take n log n merges, and log n sums are held
+    at a time.
     """
 
-    def without(others: list[Moments], some: Sequence[Moments]) -> list[float]:
+    def residuals_without(others: list[Moments], some: Sequence[Moments]) -> list[float]:
         if len(some) == 1:
-            return [residual(*solve(others[0], ridge), some[0])]
+            return [unexplained_variance(*solve_ridge(others[0], ridge), some[0])]
         one, other = some[: len(some) // 2], some[len(some) // 2 :]
-        return without([merge([*others, *other])], one) + without([merge([*others, *one])], other)
+        return residuals_without([merge_moments([*others, *other])], one) + residuals_without(
+            [merge_moments([*others, *one])], other
+        )
 
-    return without([], parts) if len(parts) > 1 else []
+    return residuals_without([], parts) if len(parts) > 1 else []
 
 
 # -- on the wire ----------------------------------------------------------------------------------
@@ -229,12 +227,13 @@ def left_out(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
 def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
     """Pack moments for sending: half of the symmetric matrix, in float32 unless `exact`.
 
-    Rounding centred moments to float32 loses less than a ridge does; without a ridge small eigenvalues matter.
+    The rounding of centred moments to float32 is smaller than the effect of a ridge. Without a ridge small eigenvalues
+    matter.
     """
     kind = np.float64 if exact else np.float32
     p = len(sums.xx)
     half = np.empty(p * (p + 1) // 2, kind)
-    for row, place in _upper(p):
+    for row, place in _triangle_rows(p):
         half[place] = sums.xx[row, row:]
     return {
         "n": np.array([sums.n]),
@@ -247,10 +246,10 @@ def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def from_tensors(given: Tensors, p: int, q: int) -> Moments:
-    """Check and unpack the moments that a device sent.
+    """Validate and unpack the moments that a device sent.
 
     Raises:
-        UpdateError: names, shapes or values that cannot be moments of p and q channels.
+        UpdateError: If names, shapes or values cannot be moments of p and q channels.
     """
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - given.keys()):
@@ -259,28 +258,28 @@ def from_tensors(given: Tensors, p: int, q: int) -> Moments:
     double = np.dtype(np.float64)
     wanted = {name: Shaped(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
     try:
-        tensors.require_same(given, wanted)
+        tensors.require_addable(given, wanted)
     except UpdateError as error:
         raise UpdateError(f"moments: {error}") from None
     xx = np.empty((p, p))
-    for row, place in _upper(p):
+    for row, place in _triangle_rows(p):
         xx[row, row:] = xx[row:, row] = given["xx"][place]
     n, yy = float(given["n"][0]), float(given["yy"][0])
     if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
         raise UpdateError("moments: a count that is not positive, or a negative variance")
-    return Moments(n, _double(given["mean_x"]), _double(given["mean_y"]), xx, _double(given["xy"]), yy)
+    return Moments(n, _to_float64(given["mean_x"]), _to_float64(given["mean_y"]), xx, _to_float64(given["xy"]), yy)
 
 
 def require_weight(given: Moments, positions: int, weight: float) -> None:
-    """Check that moments are of as many examples as their update weighs: only the weight is held against a board.
+    """Raise an error unless the number of examples equals the update's weight.
 
     Args:
-        given: of one device.
-        positions: rows of one example.
-        weight: of the update.
+        given: Moments of one device.
+        positions: Rows of one example.
+        weight: Weight of the update.
 
     Raises:
-        UpdateError: they are of another number of examples.
+        UpdateError: If the numbers differ.
     """
     if given.n != positions * weight:
         raise UpdateError(
@@ -288,16 +287,15 @@ def require_weight(given: Moments, positions: int, weight: float) -> None:
         )
 
 
-def _upper(p: int) -> Iterator[tuple[int, slice]]:
-    """Yield each row of a symmetric matrix with the place of its part from the diagonal on in the packed half."""
+def _triangle_rows(p: int) -> Iterator[tuple[int, slice]]:
     start = 0
     for row in range(p):
         yield row, slice(start, start + p - row)
         start += p - row
 
 
-def _add(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
-    """Add part + share * dx dy' to `total`, in place and by blocks of rows."""
+def _add_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
+    # total += part + share * dx dy', by blocks of rows.
     for first in range(0, len(total), BLOCK):
         rows = slice(first, first + BLOCK)
         step = np.outer(dx[rows], dy)
@@ -306,16 +304,16 @@ def _add(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: 
         total[rows] += step
 
 
-def _double(array: np.ndarray) -> np.ndarray:
+def _to_float64(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def _rows(maps: np.ndarray) -> np.ndarray:
-    """Maps as rows (n * positions, c), with each channel contiguous in memory, which speeds up sums over rows."""
+def _maps_as_rows(maps: np.ndarray) -> np.ndarray:
+    # Each channel is contiguous in memory, which speeds up sums over rows.
     return np.moveaxis(maps, 1, 0).reshape(maps.shape[1], -1).T
 
 
-def _chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _iterate_chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     examples = max(1, ROWS // prod(x.shape[2:]))
     for start in range(0, len(x), examples):
-        yield _rows(x[start : start + examples]), _rows(y[start : start + examples])
+        yield _maps_as_rows(x[start : start + examples]), _maps_as_rows(y[start : start + examples])

@@ -1,4 +1,4 @@
-"""Names of networks, taps and paths for people, the same in logs, reports, tables and exports.
+"""Display names of networks, taps and paths, from block ids "<donor>.<index>".
 
 They are made from block ids, "<donor>.<index>".
 """
@@ -8,30 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 
-def network(taps: Sequence[Sequence[str]], headed: bool) -> str:
-    """A network's name, for instance "head on a.3 + (a.0-2 > b.1)".
+def network_name(taps: Sequence[Sequence[str]], headed: bool) -> str:
+    """Return a network's name, for instance "head on a.3 + (a.0-2 > b.1)".
 
     Args:
-        taps: the network's paths, of block ids.
-        headed: whether a head takes the ends of the paths; otherwise the only path ends with a donor's classifier.
+        taps: Paths of the network, as block ids.
+        headed: Whether a head reads the ends of the paths. Otherwise the only path ends in a donor's classifier.
     """
-    return f"head on {' + '.join(map(tap, taps))}" if headed else path(taps[0])
+    return f"head on {' + '.join(map(tap_name, taps))}" if headed else path_name(taps[0])
 
 
-def tap(ids: Sequence[str]) -> str:
-    """A tap's name: its last block if its path is an unmodified donor's beginning, otherwise the path in brackets."""
+def tap_name(ids: Sequence[str]) -> str:
+    """Return a tap's name: the last block of an unmodified donor, otherwise the path in brackets."""
     donor, _, _ = ids[0].rpartition(".")
     native = list(ids) == [f"{donor}.{index}" for index in range(len(ids))]
-    return ids[-1] if native else f"({path(ids)})"
+    return ids[-1] if native else f"({path_name(ids)})"
 
 
-def path(ids: Sequence[str]) -> str:
-    """A path's block ids in order, runs of three or more blocks of one donor as "donor.first-last"."""
-    return " > ".join(_runs(ids))
+def path_name(ids: Sequence[str]) -> str:
+    """Return a path's block ids in order, with runs of one donor as "donor.first-last"."""
+    return " > ".join(_path_runs(ids))
 
 
-def _runs(ids: Sequence[str]) -> Iterator[str]:
-    """Yield the path's parts: runs of three or more blocks, and the ids of all other blocks."""
+def _path_runs(ids: Sequence[str]) -> Iterator[str]:
     place = 0
     while place < len(ids):
         donor, _, first = ids[place].rpartition(".")

@@ -1,9 +1,9 @@
-"""Which operations ONNX Runtime joins into one before it runs a graph on a processor. Imports onnx.
+"""Operations that ONNX Runtime fuses before it runs a graph on a CPU.
 
-Of joined operations only the last one's output ever has a buffer (`onnx_memory`). Joined are:
+Of fused operations only the output of the last one has a buffer (`onnx_memory`). Fused are:
 
-- a convolution or product with bias, and the activation of its result;
-- x * sigmoid(x), and x * (1 + erf(x / sqrt(2))) / 2, with the bias that was added to x in the latter;
+- a convolution or product with bias, and the activation of its result,
+- x * sigmoid(x), and x * (1 + erf(x / sqrt(2))) / 2, with the bias that was added to x in the latter,
 - a product of matrices and a scale of its result or of one factor, or a factor transposed in its last two dimensions.
 """
 
@@ -20,12 +20,12 @@ SCALES = {"Div", "Mul"}
 GELU, BIAS_GELU, SWISH = "Gelu", "BiasGelu", "QuickGelu"  # the runtime's names of what it makes
 
 
-def joined(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Operations of a graph in order, the ones that the runtime joins as one at the place of the last of them."""
+def fuse_operations(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return a graph's operations in order, with fused operations in place of their last one."""
     found = _Joining(graph)
     for node in graph.node:
-        found.join_from(node)
-    return found.nodes()
+        found.fuse_from(node)
+    return found.fused_nodes()
 
 
 class _Joining:
@@ -46,13 +46,11 @@ class _Joining:
             for name in node.input:
                 self._users.setdefault(name, []).append(place)
 
-    def nodes(self) -> list[onnx.NodeProto]:
-        """All operations, with what has been joined so far."""
+    def fused_nodes(self) -> list[onnx.NodeProto]:
         now = [self._made.get(place, node) for place, node in enumerate(self._nodes)]
         return [node for node in now if node is not None]
 
-    def join_from(self, node: onnx.NodeProto) -> None:
-        """Join what belongs to an operation of the graph, if anything does."""
+    def fuse_from(self, node: onnx.NodeProto) -> None:
         place = self._places[id(node)]
         if node.op_type in ACTIVATED:
             after = self._only_user(node.output[0])
@@ -60,17 +58,17 @@ class _Joining:
                 self._replace([place, after], node.op_type, node.input)
         elif node.op_type == "Sigmoid":
             after = self._only_user(node.output[0])
-            if after is not None and self._is(after, "Mul", {node.input[0], node.output[0]}):
+            if after is not None and self._matches(after, "Mul", {node.input[0], node.output[0]}):
                 self._replace([place, after], SWISH, node.input)
         elif node.op_type == "Erf":
-            self._join_gelu(place)
+            self._fuse_gelu(place)
         elif node.op_type == "MatMul":
-            self._join_product(place)
+            self._fuse_product(place)
 
-    def _join_gelu(self, place: int) -> None:
-        """Join the five operations around an erf; half of x may be taken before or after the product with x."""
+    def _fuse_gelu(self, place: int) -> None:
+        # Half of x may be taken before or after the product with x.
         before = self._makers.get(self._nodes[place].input[0])
-        x = None if before is None else self._scaled(before)
+        x = None if before is None else self._scaled_input(before)
         one = self._only_user(self._nodes[place].output[0])
         if before is None or x is None or self._only_user(self._nodes[before].output[0]) is None:
             return
@@ -82,12 +80,12 @@ class _Joining:
         other = next(name for name in self._nodes[times].input if name != self._nodes[one].output[0])
         if other == x:
             half = self._only_user(self._nodes[times].output[0])
-            if half is None or self._scaled(half) is None:
+            if half is None or self._scaled_input(half) is None:
                 return
             places = [before, place, one, times, half]
         else:
             half = self._makers.get(other)
-            if half is None or self._scaled(half) != x or self._only_user(other) is None:
+            if half is None or self._scaled_input(half) != x or self._only_user(other) is None:
                 return
             places = [before, half, place, one, times]
         adding = self._makers.get(x)
@@ -96,20 +94,20 @@ class _Joining:
         else:
             self._replace(places, GELU, [x])
 
-    def _join_product(self, place: int) -> None:
+    def _fuse_product(self, place: int) -> None:
         places, factors = [place], list(self._nodes[place].input)
         for at, name in enumerate(factors):
             maker = self._makers.get(name)
             if maker is None or maker in self._made or self._only_user(name) is None:
                 continue
-            within = self._scaled(maker)
-            if within is None and self._turns(maker):
+            within = self._scaled_input(maker)
+            if within is None and self._swaps_last_axes(maker):
                 within = self._nodes[maker].input[0]
             if within is not None:
                 places.append(maker)
                 factors[at] = within
         after = self._only_user(self._nodes[place].output[0])
-        if after is not None and self._scaled(after) is not None:
+        if after is not None and self._scaled_input(after) is not None:
             places.append(after)
         self._replace(places, "MatMul", factors)
 
@@ -119,15 +117,13 @@ class _Joining:
         self._made[last] = onnx.helper.make_node(kind, list(inputs), list(self._nodes[last].output))
 
     def _only_user(self, name: str) -> int | None:
-        """Place of the only operation that takes a value, None where others do or it is the graph's output."""
         users = self._users.get(name, [])
         return users[0] if len(users) == 1 and name != self._output else None
 
-    def _is(self, place: int, kind: str, inputs: set[str]) -> bool:
+    def _matches(self, place: int, kind: str, inputs: set[str]) -> bool:
         return self._nodes[place].op_type == kind and {*self._nodes[place].input} == inputs
 
-    def _scaled(self, place: int) -> str | None:
-        """Name of the value that an operation multiplies with or divides by one number; None: it does neither."""
+    def _scaled_input(self, place: int) -> str | None:
         node = self._nodes[place]
         if node.op_type not in SCALES:
             return None
@@ -140,8 +136,7 @@ class _Joining:
         node = self._nodes[place]
         return node.op_type == "Add" and any(len(self._constants.get(name, ())) == 1 for name in node.input)
 
-    def _turns(self, place: int) -> bool:
-        """Whether an operation only swaps the last two dimensions."""
+    def _swaps_last_axes(self, place: int) -> bool:
         node = self._nodes[place]
         if node.op_type != "Transpose" or not node.attribute:
             return False

@@ -1,15 +1,15 @@
-"""Memory that ONNX Runtime takes for a graph's values, from the graph alone. Imports onnx.
+"""Memory that ONNX Runtime needs for a graph's values, from the graph alone.
 
-The rules are those of the runtime's allocation planner on a processor, with its pattern of one large block off
+The rules are those of the runtime's allocation planner on a CPU, without its pattern of one large block
 (`fedquilt.edge_agent.engines.onnx_engine`):
 
-- Some operations are joined into one first (`onnx_joined`).
-- A value's buffer is taken when it is computed, and is free after its last use. A later value of the same shape takes
-  the latest such buffer; until then the runtime holds it. Buffers that none takes are returned, and so are those of
-  values whose shapes the runtime learns only as it runs.
-- The input belongs to the caller and stays; the output has a buffer of its own.
-- Activations and softmax write into an input that nothing else uses, if its shape is known before; sums, products and
-  the like never do. Reshaping shares its input's buffer.
+- Some operations are fused first (`onnx_joined`).
+- The buffer of a value is allocated when the value is computed, and is free after the last use. A later value of the
+  same shape reuses the latest free buffer. Until then the runtime holds the buffer. Unused buffers are returned, and so
+  are those of values whose shapes the runtime learns only while running.
+- The input belongs to the caller and stays. The output has its own buffer.
+- Activations and softmax write into an input without other users, if its shape is known before. Sums and products never
+  do. Reshaping shares its input's buffer.
 - Recurrent layers compute the gates of all steps first.
 """
 
@@ -24,7 +24,7 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from fedquilt.models.stitching.onnx_joined import ACTIVATIONS, BIAS_GELU, joined
+from fedquilt.models.stitching.onnx_joined import ACTIVATIONS, BIAS_GELU, fuse_operations
 
 ITEM_BYTES = {onnx.TensorProto.INT64: 8, onnx.TensorProto.DOUBLE: 8, onnx.TensorProto.BOOL: 1}  # all others: 4
 SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
@@ -37,23 +37,20 @@ FEW = 1000  # items: shapes have fewer, weights that are left out more
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 
-def activation_bytes(model: onnx.ModelProto) -> int | None:
-    """Peak bytes of one example's values held at the same time; None: a shape is unknown."""
-    return alive_bytes(model.graph, _sizes(model), _planned(model))
+def peak_activation_bytes(model: onnx.ModelProto) -> int | None:
+    """Return the peak bytes of one example's values, or None if a shape is unknown."""
+    return peak_buffer_bytes(model.graph, _value_sizes(model), _known_shapes(model))
 
 
-def alive_bytes(
+def peak_buffer_bytes(
     graph: onnx.GraphProto, sizes: Mapping[str, int], planned: Mapping[str, object] | None = None
 ) -> int | None:
-    """Peak bytes that the runtime holds at once for values.
+    """Return the peak bytes that the runtime holds for values, or None if a size is unknown.
 
     Args:
-        graph: with one input and one output.
-        sizes: bytes of each value of one example.
-        planned: shapes that the runtime knows before it runs; None: all, values of one size have one shape.
-
-    Returns:
-        None if the size of a computed value is not given.
+        graph: Graph with one input and one output.
+        sizes: Bytes of each value of one example.
+        planned: Shapes that the runtime knows before running, or None if all are known.
     """
     nodes = _Nodes(graph)
     shapes: Mapping[str, object] = sizes if planned is None else planned
@@ -67,16 +64,16 @@ def alive_bytes(
         for name in node.output if node.op_type != "Constant" else ():
             if not name:
                 continue
-            given = nodes.taken_over(place, name, shapes)
+            given = nodes.reused_input(place, name, shapes)
             buffer = held.get(given) if given else None
             if buffer is None and name != nodes.output:
-                buffer = _reused(free, shapes.get(name))
+                buffer = _take_free_buffer(free, shapes.get(name))
             if buffer is None:
                 buffer = _Buffer(sizes[name], place, shapes.get(name))
                 buffers.append(buffer)
             held[name] = buffer
             buffer.last = steps if name == nodes.output else max(place, buffer.last)
-        buffers += [_Buffer(size, place, None, place) for size in [_scratch(node, sizes)] if size]
+        buffers += [_Buffer(size, place, None, place) for size in [_scratch_bytes(node, sizes)] if size]
         for name in {*node.input} & held.keys():
             held[name].last = max(held[name].last, place)
         for name in [name for name in held if nodes.until.get(name, -1) <= place and name != nodes.output]:
@@ -103,7 +100,7 @@ class _Nodes:
     """Operations as the runtime runs them, and where they use values."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self.order = joined(graph)
+        self.order = fuse_operations(graph)
         self.input, self.output = graph.input[0].name, graph.output[0].name
         constants = {tensor.name for tensor in graph.initializer}
         constants |= {name for node in self.order if node.op_type == "Constant" for name in node.output}
@@ -111,8 +108,7 @@ class _Nodes:
         self.computed = {self.input, *made} - constants
         self.until = {name: place for place, node in enumerate(self.order) for name in node.input}
 
-    def taken_over(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
-        """Name of the value whose buffer a node's output takes; None: it takes another one."""
+    def reused_input(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
         node = self.order[place]
         given = node.input[0] if node.input else ""
         if given not in self.computed or given == self.input or output == self.output:
@@ -123,15 +119,14 @@ class _Nodes:
         return given if node.op_type in IN_PLACE and alike and self.until[given] == place else None
 
 
-def _reused(free: list[_Buffer], shape: object) -> _Buffer | None:
+def _take_free_buffer(free: list[_Buffer], shape: object) -> _Buffer | None:
     found = next((buffer for buffer in reversed(free) if buffer.shape == shape), None) if shape is not None else None
     if found is not None:
         free.remove(found)
     return found
 
 
-def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
-    """Bytes that an operation takes for itself while it runs."""
+def _scratch_bytes(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
     if node.op_type == "HardSwish":  # a product with a hard sigmoid of its own
         return sizes[node.output[0]]
     if node.op_type == BIAS_GELU:  # x with its bias
@@ -147,18 +142,14 @@ def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
 Dims = tuple["int | str | None", ...]  # of a value's shape: numbers, names, None where nothing is known
 
 
-def _sizes(model: onnx.ModelProto) -> dict[str, int]:
-    """Bytes of the values of one example whose shapes can be inferred."""
-    found = _inferred(_one_example(model))
-    known = {name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _numbers(dims)) is not None}
+def _value_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    found = _infer_shapes(_single_example_model(model))
+    known = {name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _fixed_dims(dims)) is not None}
     return {name: ITEM_BYTES.get(kind, 4) * math.prod(shape) for name, (kind, shape) in known.items()}
 
 
-def _planned(model: onnx.ModelProto) -> dict[str, Dims]:
-    """Kind and shape of the values whose shapes the runtime knows before it runs: numbers, or the name of the batch.
-
-    It follows the batch through shapes that are put together from single sizes, not through slices of shapes.
-    """
+def _known_shapes(model: onnx.ModelProto) -> dict[str, Dims]:
+    # Follows the batch through shapes made of single sizes, not through slices of shapes.
     one = onnx.ModelProto()
     one.CopyFrom(model)
     del one.graph.value_info[:]
@@ -170,39 +161,38 @@ def _planned(model: onnx.ModelProto) -> dict[str, Dims]:
         one.graph.input.append(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT64, [None]))
     return {
         name: (kind, *dims)
-        for name, (kind, dims) in _inferred(one).items()
+        for name, (kind, dims) in _infer_shapes(one).items()
         if dims is not None and all(isinstance(dim, int) or (batch and dim == batch) for dim in dims)
     }
 
 
-def _inferred(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
-    """Kind of item and shape of each value; changes the model: arithmetic of shapes becomes constants."""
+def _infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
+    # Changes the model: arithmetic of shapes becomes constants.
     while True:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         found = {
-            value.name: (value.type.tensor_type.elem_type, _dims(value))
+            value.name: (value.type.tensor_type.elem_type, _value_dims(value))
             for value in (*graph.input, *graph.value_info, *graph.output)
         }
-        if not _fold(model, {name: dims for name, (_, dims) in found.items() if dims is not None}):
+        if not _fold_shape_arithmetic(model, {name: dims for name, (_, dims) in found.items() if dims is not None}):
             return found
 
 
-def _dims(value: onnx.ValueInfoProto) -> Dims | None:
+def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
 
 
-def _numbers(dims: Dims | None) -> tuple[int, ...] | None:
+def _fixed_dims(dims: Dims | None) -> tuple[int, ...] | None:
     if dims is None:
         return None
     numbers = tuple(dim for dim in dims if isinstance(dim, int))
     return numbers if len(numbers) == len(dims) else None
 
 
-def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy for one example, in which large weights are known by their shapes alone."""
+def _single_example_model(model: onnx.ModelProto) -> onnx.ModelProto:
     one = onnx.ModelProto()
     one.CopyFrom(model)
     for value in (*one.graph.input, *one.graph.output):
@@ -216,21 +206,18 @@ def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
     return one
 
 
-def _fold(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
-    """Turn arithmetic of shapes into constants, as attention divides widths; False: there is none left.
-
-    onnx's own inference follows sizes through additions and products, not through divisions.
-    """
+def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
+    # onnx's inference follows sizes through additions and products, not through divisions.
     inside = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in inside}
     whole = {node.output[0]: shapes.get(node.input[0]) for node in model.graph.node if node.op_type == "Shape"}
     changed = False
     for node in model.graph.node:
         if node.op_type == "Constant":
-            known[node.output[0]] = ReferenceEvaluator(_alone(model, node)).run(None, {})[0]
+            known[node.output[0]] = ReferenceEvaluator(_single_node_model(model, node)).run(None, {})[0]
             continue
         fed: dict[str, np.ndarray] | None = None
-        if node.op_type == "Shape" and (shape := _numbers(shapes.get(node.input[0]))) is not None:
+        if node.op_type == "Shape" and (shape := _fixed_dims(shapes.get(node.input[0]))) is not None:
             fed = {node.input[0]: np.zeros(shape, np.float32)}
         elif node.op_type == "Gather" and (dims := whole.get(node.input[0])) and node.input[1] in known:
             at = known[node.input[1]]
@@ -241,7 +228,7 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
             fed = {name: known[name] for name in node.input if name}
         if fed is None:
             continue
-        value = np.asarray(ReferenceEvaluator(_alone(model, node)).run(None, fed)[0])
+        value = np.asarray(ReferenceEvaluator(_single_node_model(model, node)).run(None, fed)[0])
         if value.size > FEW:
             continue
         known[node.output[0]] = value
@@ -251,8 +238,7 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
     return changed
 
 
-def _alone(model: onnx.ModelProto, node: onnx.NodeProto) -> onnx.ModelProto:
-    """A model of one node whose inputs are all given."""
+def _single_node_model(model: onnx.ModelProto, node: onnx.NodeProto) -> onnx.ModelProto:
     inputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
     graph = onnx.helper.make_graph([node], "node", inputs, [onnx.ValueInfoProto(name=node.output[0])])
     return onnx.helper.make_model(graph, opset_imports=model.opset_import)

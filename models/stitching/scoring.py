@@ -1,12 +1,12 @@
-"""Scores of blocks as the next one of a path, on a device's own images, by forward passes only.
+"""Scores of candidate blocks on a device's own images, by forward passes only.
 
-FedStitch (arXiv 2409.07202), section 3.2, scores by CKA: likeness to the donor's own activations. Outputs can be scored
-by what they say of the labels instead.
+FedStitch (arXiv 2409.07202), section 3.2, scores by CKA, the similarity to the donor's own activations. Outputs can
+also be scored by the labels.
 
-The images are drawn once for each device and job, and their results are cached. `Site.local` holds the Gram matrix of
-each donor block's output (16 KB for 64 images). `Site.cache` holds the targets of junctions, which are some positions
-of each donor block's output, and the outputs of the paths scored last, from which the next task continues. Missing
-entries are computed again.
+The images are drawn once for each device and job, and their results are cached. `Site.local` contains the Gram matrix
+of each donor block's output (16 KB for 64 images). `Site.cache` contains the targets of junctions, which are some
+positions of each donor block's output, and the outputs of the paths scored last, from which the next task continues.
+Missing entries are computed again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.stitched import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-Criterion = Literal["cka", "labels", "residual"]  # CKA; `label_scores.alignment`; `label_scores.explained`
+Criterion = Literal[
+    "cka", "labels", "residual"
+]  # CKA; `label_scores.label_alignment`; `label_scores.explained_variance`
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Fields of every task."""
-
     turn: int  # of the search; the answer repeats it
     input: inputs.Table
     blocks: dict[str, Block]  # by id, all that the task may run
@@ -41,8 +41,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class ScoreAsk(Ask):
-    """Score every block of `pool` as the next one after `path`."""
-
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score_at: ScoreAt
@@ -64,27 +62,27 @@ class ScoreAsk(Ask):
     coin: int
 
 
-def score(ask: ScoreAsk, site: Site) -> Answer:
-    """Score a pool of blocks.
+def score_pool(ask: ScoreAsk, site: Site) -> Answer:
+    """Score a pool of blocks as the next block of a path.
 
-    The input score compares the path's maps with those that the candidate's own donor feeds it, without a junction and
-    without running the candidate. The output score fits a junction on other images than are scored (on the same images
-    every wide block interpolates and scores 1) and compares the candidate's output with its donor's, or judges it by
-    the labels. In mode "hybrid" the input score screens, and the best few get the output score. A candidate may run in
-    8 bits for its output score (`Block.scored`); paths and references always run in float32.
+    The input score compares the path's maps with the donor's own input to the candidate, without a junction and without
+    running the candidate. The output score fits a junction on other images than are scored (on the same images every
+    wide block interpolates and scores 1) and compares the candidate's output with its donor's, or with the labels. In
+    mode "hybrid" the input score screens, and the best few blocks get the output score. A candidate may run in 8 bits
+    for its output score (`Block.scoring_variant`). Paths and references always run in float32.
 
     Returns:
-        Bundle "scores": the tensors of a `vote.Ballot` in the order of the pool, with level 1 for blocks whose output
-        was scored on all images. Metrics: "turn", "score" (the best), "explored" and "doubtful" (number of scores
-        without any variation to compare).
+        Result with bundle "scores", the tensors of a `vote.Ballot` in the order of the pool, and level 1 for blocks
+        whose output was scored on all images. Metrics: "turn", "score" (the best), "explored" and "doubtful" (number of
+        scores without any variation to compare).
 
     Raises:
-        DataError: too few examples.
+        DataError: If there are too few examples.
     """
     scorer = _Scorer(ask, site)
     found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
     screen = np.array([each.value for each in found])
-    tried = vote.greedy(screen, level, ask.pool, len(ask.pool), ask.spread)
+    tried = vote.greedy_picks(screen, level, ask.pool, len(ask.pool), ask.spread)
     values = screen.copy()
     if ask.score_at != "input":
         tried = tried if ask.score_at == "output" else tried[: ask.screen]
@@ -93,7 +91,7 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
                 screen[j] = values[j] = early.value
             if full is not None:
                 found[j], values[j], level[j] = full, full.value, 1
-    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
+    picks, explored = vote.choose_picks(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
     scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
     metrics = {
         "turn": float(ask.turn),
@@ -115,216 +113,212 @@ class _Scorer:
         self._path = [ask.blocks[name] for name in ask.path]
         self._pool = [ask.blocks[name] for name in ask.pool]
         self._fits, self._by_labels = ask.score_at != "input", ask.criterion != "cka"
-        parts = shares(ask.score_at)
+        parts = share_count(ask.score_at)
         if len(site.train) < cka.MIN_IMAGES * parts:
             need = cka.MIN_IMAGES * parts
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
         self.count = min(ask.samples, len(site.train) // parts)
-        self.local = drawn(site)
-        self._rows = order(self.local)[: parts * self.count]
-        self._between = stitched.junctions(self._path, site.load)
+        self.local = load_private_state(site)
+        self._rows = example_order(self.local)[: parts * self.count]
+        self._between = stitched.load_junctions(self._path, site.load)
         self._fit_bytes = least_squares.fit_bytes(self._path[-1].out_shape[0], ask.positions) if self._fits else 0
-        self._flow = Flow(site, ask.blocks.values(), self._flops(), matrices_bytes=self._fit_bytes)
+        self._flow = Flow(site, ask.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes)
         self._shown = block_runner.Prepared(site.train.x[self._rows], ask.input)
         self._maps: Stack | None = None
-        self._know_donors()
+        self._cache_donors()
 
     # -- scores --
 
     def input_scores(self) -> list[cka.Score]:
-        """Input scores of all blocks of the pool; a path that is one donor's own beginning is not run."""
         known = _gram_name(self._path[-1])
-        native = stitched.is_native(self._path) and known in self.local
-        here = self.local[known] if native else self._gram(self._output(), self.count)
-        return [self._compare(block, here, _gram_name(block, -1)) for block in self._pool]
+        native = stitched.is_native_path(self._path) and known in self.local
+        here = self.local[known] if native else self._compute_gram(self._path_output(), self.count)
+        return [self._compare_grams(block, here, _gram_name(block, -1)) for block in self._pool]
 
     def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.Score, cka.Score | None]]:
-        """Yield output scores of some blocks, best first: on the first few images, and on all or None if dropped."""
         blocks = [self._pool[j] for j in candidates]
-        junctions = self._junctions(blocks)
+        junctions = self._fit_junctions(blocks)
         best: list[float] = []
         for block in blocks:
             floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
             junction = None
             if block.id in junctions:
                 weights, bias = junctions.pop(block.id)
-                junction = {"weights": weights.rows(0, len(bias)), "bias": bias}
+                junction = {"weights": weights.read_examples(0, len(bias)), "bias": bias}
             early, full = self._output_score(block, junction, floor)
             if full is not None:
                 best.append(full.value)
             yield early, full
 
     def _output_score(self, block: Block, junction: Tensors | None, floor: float) -> tuple[cka.Score, cka.Score | None]:
-        if junction is None and stitched.is_native(self._path):
-            exact = self.local[_merit_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
+        if junction is None and stitched.is_native_path(self._path):
+            exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
             own = cka.Score(exact * self._ask.native_factor, True)  # CKA of equal matrices is 1
             return own, own
-        source = block_runner.joined(self._output(), junction, block)
-        outputs = self._flow.shelf.make((self.count, *block.out_shape))
+        source = block_runner.apply_junction(self._path_output(), junction, block)
+        outputs = self._flow.shelf.make_stack((self.count, *block.out_shape))
         first = self._ask.early if self._ask.early < self.count and not self._by_labels else 0
         if first:
-            self._flow.block(block.scored, source, 0, first, outputs)
-            early = self._judged(block, outputs, first)
+            self._flow.run_block(block.scoring_variant, source, 0, first, outputs)
+            early = self._score_output(block, outputs, first)
             if early.value < floor:
                 return early, None
-        self._flow.block(block.scored, source, first, self.count, outputs)
-        full = self._judged(block, outputs, self.count)
+        self._flow.run_block(block.scoring_variant, source, first, self.count, outputs)
+        full = self._score_output(block, outputs, self.count)
         return (early if first else full), full
 
-    def _judged(self, block: Block, outputs: Stack, examples: int) -> cka.Score:
-        """The output score of a candidate on the first `examples` images."""
+    def _score_output(self, block: Block, outputs: Stack, examples: int) -> cka.Score:
         if not self._by_labels:
-            return self._compare(block, self._gram(outputs, examples), _gram_name(block))
+            return self._compare_grams(block, self._compute_gram(outputs, examples), _gram_name(block))
         maps: Source = outputs
-        for following in self._rest(block):
-            maps = self._flow.block(following, maps, 0, examples)
-        found = self._merit(maps, examples)
-        own = stitched.continues(self._path[-1], block)
+        for following in self._remaining_blocks(block):
+            maps = self._flow.run_block(following, maps, 0, examples)
+        found = self._score_labels(maps, examples)
+        own = stitched.is_continuation(self._path[-1], block)
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
-    def _rest(self, block: Block) -> list[Block]:
-        """The donor's blocks from a candidate to its terminating block; [] unless the task `completes` paths."""
+    def _remaining_blocks(self, block: Block) -> list[Block]:
         own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
         later = [each for each in own if self._ask.completes and each.index > block.index]
         return sorted(later, key=lambda each: each.index)
 
-    def _merit(self, maps: Source, examples: int) -> cka.Score:
-        """The label score of the pooled maps of the first `examples` images."""
-        parts = (cka.rows(part, "gap") for _, part in block_runner.pieces(Part(maps, 0, examples)))
-        judge = label_scores.alignment if self._ask.criterion == "labels" else label_scores.explained
+    def _score_labels(self, maps: Source, examples: int) -> cka.Score:
+        parts = (cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(Part(maps, 0, examples)))
+        judge = label_scores.label_alignment if self._ask.criterion == "labels" else label_scores.explained_variance
         return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
 
-    def _compare(self, block: Block, here: np.ndarray, reference: str) -> cka.Score:
+    def _compare_grams(self, block: Block, here: np.ndarray, reference: str) -> cka.Score:
         there = self.local[reference][: len(here), : len(here)]
         found = cka.cka(here, there, self._ask.estimator)
-        own = stitched.continues(self._path[-1], block)
+        own = stitched.is_continuation(self._path[-1], block)
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
-    def _gram(self, maps: Stack, examples: int) -> np.ndarray:
-        return gram(maps, examples, self._ask.maps).astype(np.float32)
+    def _compute_gram(self, maps: Stack, examples: int) -> np.ndarray:
+        return stack_gram(maps, examples, self._ask.maps).astype(np.float32)
 
     # -- cached results --
 
-    def _know_donors(self) -> None:
-        """Run each donor of the pool up to its deepest block without cached results."""
-        for chain, _ in chains(self._ask.blocks, self._pool):
+    def _cache_donors(self) -> None:
+        for chain, _ in donor_chains(self._ask.blocks, self._pool):
             if not self._fits:
                 chain = chain[:-1]  # input scores do not use the deepest candidate's output
-            unknown = [i for i, block in enumerate(chain) if not self._is_known(block, block is not chain[-1])]
+            unknown = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
             maps: Source = self._shown
             for block in chain[: unknown[-1] + 1] if unknown else ():
                 feeds = self._fits and block is not chain[-1]  # a candidate takes this block's output
-                maps = self._flow.block(block, maps, 0, len(self._rows) if feeds else self.count)
+                maps = self._flow.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
-                    self.local[_gram_name(block)] = self._gram(maps, self.count)
+                    self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
                 if self._by_labels:
-                    merit = _merit_name(block, self._ask.criterion)
-                    self.local[merit] = np.array([self._merit(maps, self.count).value])
+                    merit = _label_score_name(block, self._ask.criterion)
+                    self.local[merit] = np.array([self._score_labels(maps, self.count).value])
                 if feeds:
-                    positions = self._positions(block.out_shape)
-                    self._flow.reserve(8 * len(positions) * block.out_shape[0])
-                    target = block_runner.sample(self._fitted(maps), positions)
-                    self._flow.shelf.keep(self._target_name(block), InMemory.of(target), spare=False)
+                    positions = self._draw_positions(block.out_shape)
+                    self._flow.reserve_memory(8 * len(positions) * block.out_shape[0])
+                    target = block_runner.sample_vectors(self._fit_images(maps), positions)
+                    self._flow.shelf.store(self._target_name(block), InMemory.from_array(target), spare=False)
 
-    def _is_known(self, block: Block, feeds: bool) -> bool:
+    def _is_cached(self, block: Block, feeds: bool) -> bool:
         known = _gram_name(block) in self.local
-        known = known and (not self._by_labels or _merit_name(block, self._ask.criterion) in self.local)
-        return known and not (self._fits and feeds and self._target(block) is None)
+        known = known and (not self._by_labels or _label_score_name(block, self._ask.criterion) in self.local)
+        return known and not (self._fits and feeds and self._find_target(block) is None)
 
-    def _target(self, block: Block) -> Stack | None:
-        """A donor block's output at some positions, (positions, channels), for junctions; None if not cached."""
-        shape = (len(self._positions(block.out_shape)), block.out_shape[0])
+    def _find_target(self, block: Block) -> Stack | None:
+        shape = (len(self._draw_positions(block.out_shape)), block.out_shape[0])
         return self._flow.shelf.find(self._target_name(block), shape)
 
     def _target_name(self, block: Block) -> str:
-        return block_runner.kept_name([block], self._rows, f"target{self._ask.positions}")
+        return block_runner.cache_key([block], self._rows, f"target{self._ask.positions}")
 
-    def _positions(self, shape: Sequence[int]) -> np.ndarray:
-        return block_runner.positions(self.count, shape, self._ask.positions)
+    def _draw_positions(self, shape: Sequence[int]) -> np.ndarray:
+        return block_runner.draw_positions(self.count, shape, self._ask.positions)
 
-    def _fitted(self, maps: Source) -> Source:
+    def _fit_images(self, maps: Source) -> Source:
         return Part(maps, self.count, 2 * self.count)
 
-    def _output(self) -> Stack:
-        """The path's output, cached for later tasks."""
+    def _path_output(self) -> Stack:
         if self._maps is None:
             kept = block_runner.Kept(self._flow, self._rows, len(self._path))
-            self._maps = self._flow.along(self._path, self._between, self._shown, kept)
+            self._maps = self._flow.run_path(self._path, self._between, self._shown, kept)
         return self._maps
 
-    def _junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[Stack, np.ndarray]]:
-        """Weights and bias for each block that needs a junction, with one fit for all that take maps of one size."""
+    def _fit_junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[Stack, np.ndarray]]:
         found: dict[str, tuple[Stack, np.ndarray]] = {}
-        strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
+        strange = [block for block in blocks if not stitched.is_continuation(self._path[-1], block)]
         for size in sorted({block.in_shape[1:] for block in strange}):
-            self._flow.reserve(self._fit_bytes)
-            x = block_runner.sample(
-                block_runner.resized(self._fitted(self._output()), *size), self._positions((0, *size))
+            self._flow.reserve_memory(self._fit_bytes)
+            x = block_runner.sample_vectors(
+                block_runner.resize_maps(self._fit_images(self._path_output()), *size), self._draw_positions((0, *size))
             )
             fit = least_squares.Fit(x, self._ask.ridge, self._ask.bias)
             for block in strange:
                 if block.in_shape[1:] == size:
-                    found[block.id] = self._junction(fit, block)
+                    found[block.id] = self._fit_junction(fit, block)
             del x, fit  # frees their memory before the next fit
         return found
 
-    def _junction(self, fit: least_squares.Fit, block: Block) -> tuple[Stack, np.ndarray]:
-        """A junction's weights and bias, solved for a few of the block's channels at a time."""
-        target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+    def _fit_junction(self, fit: least_squares.Fit, block: Block) -> tuple[Stack, np.ndarray]:
+        # Solved for a few of the block's channels at a time, to bound memory.
+        target = self._find_target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None
         rows, channels = target.shape
-        weights, bias = self._flow.shelf.make((channels, self._path[-1].out_shape[0])), np.empty(channels, np.float32)
+        weights, bias = (
+            self._flow.shelf.make_stack((channels, self._path[-1].out_shape[0])),
+            np.empty(channels, np.float32),
+        )
         for first in range(0, channels, least_squares.BLOCK):
             last = min(first + least_squares.BLOCK, channels)
-            part, bias[first:last] = fit.weights(target.columns(first, last, rows))
-            weights.put(part.astype(np.float32))
+            part, bias[first:last] = fit.solve_weights(target.read_features(first, last, rows))
+            weights.append(part.astype(np.float32))
         return weights, bias
 
-    def _flops(self) -> float:
-        """Estimate of the task's FLOPs, for its progress."""
+    def _estimate_flops(self) -> float:
         ask, n = self._ask, len(self._rows)
-        own = {block.id: block.flops for chain, _ in chains(ask.blocks, self._pool) for block in chain}
+        own = {block.id: block.flops for chain, _ in donor_chains(ask.blocks, self._pool) for block in chain}
         tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
         pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
         fresh = not any(_gram_name(block) in self.local for block in self._pool)
         return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
 
 
-def shares(score_at: ScoreAt) -> int:
-    """Number of equal shares of a score task's images: one is scored, and junctions are fitted on another."""
+def share_count(score_at: ScoreAt) -> int:
+    """Return the number of equal shares of the images: one is scored, another fits junctions."""
     return 1 if score_at == "input" else 2
 
 
-def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
-    """Gram matrix, float64, of the first `examples` examples, read a few features or examples at a time."""
+def stack_gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
+    """Return the Gram matrix, float64, of the first `examples` examples, read in chunks."""
     if how == "flatten" or len(maps.shape) == 2:
         features = prod(maps.shape[1:])
-        return cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
-    return cka.gram(np.concatenate([cka.rows(part, how) for _, part in block_runner.pieces(Part(maps, 0, examples))]))
+        return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
+    return cka.gram_matrix(
+        np.concatenate(
+            [cka.feature_rows(part, how) for _, part in block_runner.iterate_pieces(Part(maps, 0, examples))]
+        )
+    )
 
 
 def _gram_name(block: Block, offset: int = 0) -> str:
     return f"gram.{block.donor}.{block.index + offset}"
 
 
-def _merit_name(block: Block, criterion: Criterion) -> str:
+def _label_score_name(block: Block, criterion: Criterion) -> str:
     return f"{criterion}.{block.donor}.{block.index}"
 
 
-def drawn(site: Site) -> dict[str, np.ndarray]:
-    """The device's private state, started afresh if the number of its examples has changed."""
+def load_private_state(site: Site) -> dict[str, np.ndarray]:
+    """Return the device's private state, reset if the number of its examples has changed."""
     if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
         return dict(site.local)
     return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 
-def order(local: Tensors) -> np.ndarray:
-    """Indices of all of the device's examples, in the order in which this job uses them."""
+def example_order(local: Tensors) -> np.ndarray:
     examples, seed = (int(value) for value in local["drawn"])
-    return tensors.rng("drawn", seed).permutation(examples)
+    return tensors.seeded_rng("drawn", seed).permutation(examples)
 
 
-def chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
+def donor_chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
     """Yield for each donor its path up to the deepest candidate, and the ids of its candidates."""
     by_donor: dict[str, list[Block]] = {}
     for block in candidates:

@@ -1,8 +1,8 @@
 """Steps of the search over paths, on the coordinator.
 
-FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with a pool of blocks that
-may still join it. All functions are pure; `fedquilt.methods.fedstitch` calls them, and its docstring tells where they
-differ from the paper.
+FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with a pool of candidate
+blocks. All functions are pure. `fedquilt.methods.fedstitch` calls them, and its docstring lists the deviations from the
+paper.
 """
 
 from __future__ import annotations
@@ -26,99 +26,102 @@ WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log say
 # -- which block may follow -----------------------------------------------------------------------
 
 
-def beginnings(stock: Stock) -> tuple[Net, ...]:
-    """A partial network for each donor: its starting block, with all blocks but the starting ones in the pool."""
+def starting_networks(stock: Stock) -> tuple[Net, ...]:
     pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
     starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
     return tuple(Net((name,), pool, 1.0) for name in starts)
 
 
-def begun(params: Params, seed: int, stock: Stock, files: dict[str, BlobRef]) -> State:
-    """The state before the first vote: the starting blocks and, with `completion`, each donor's own path from them.
+def initial_state(params: Params, seed: int, stock: Stock, files: dict[str, BlobRef]) -> State:
+    """Return the state before the first vote.
 
-    The donors themselves are thus finished networks without any vote.
+    With `completion`, the donors are finished networks without any vote.
     """
     if params.depth is None:
         params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
     state = State(params, seed, stock, dict(files), ())
-    for net in beginnings(stock):
-        state = _joined(state, net)
-    return advance(state)
+    for net in starting_networks(stock):
+        state = _add_path(state, net)
+    return advance_search(state)
 
 
-def depth(params: Params) -> int:
-    """D_max: the most blocks that a path may have."""
+def max_depth(params: Params) -> int:
+    """Return D_max, the largest number of blocks of a path."""
     assert params.depth is not None, "the state before the first vote knows it"
     return params.depth
 
 
-def completes(params: Params) -> bool:
-    """Whether the last donor's remaining blocks complete every path."""
+def completes_paths(params: Params) -> bool:
+    """Return whether the last donor's remaining blocks complete every path."""
     return params.completion and params.native_continuation == "allow"
 
 
-def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> tuple[str, ...]:
-    """The blocks of a partial network's pool that may come next, sorted.
+def offered_blocks(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> tuple[str, ...]:
+    """Return the blocks of a partial network's pool that may be next, sorted.
 
-    No block comes twice, the block must take the maps within the limit of upsampling, and the last place of a path is
-    for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
-    Where donors complete paths (`completes`), the rest of the block's donor must fit too, the donor's own next block
-    needs no vote, and terminating blocks are left out where a head replaces them.
+    No block is used twice, the block must accept the maps within the limit of upsampling, and the last place of a path
+    is for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
+    Where donors complete paths (`completes_paths`), the rest of the block's donor must fit too, the donor's own next
+    block needs no vote, and terminating blocks are left out where a head replaces them.
     """
     last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
     ends_only = ends_only or len(net.path) >= most - 1
 
-    def fits(name: str) -> bool:
+    def can_follow(name: str) -> bool:
         block = stock.blocks[name]
         if block.kind == "end" and params.head == "aligned" and stock.donors[block.donor].align is None:
             return False
         if name in net.path or (ends_only and block.kind != "end"):
             return False
-        if completes(params) and not ends_only:
+        if completes_paths(params) and not ends_only:
             rest = stock.donors[block.donor].blocks[block.index :]
-            if (block.kind == "end" and params.head == "ridge") or stitched.continues(last, block):
+            if (block.kind == "end" and params.head == "ridge") or stitched.is_continuation(last, block):
                 return False
             if len(net.path) + len(rest) > most or not set(rest).isdisjoint(net.path):
                 return False
-        if params.native_continuation == "exclude" and stitched.continues(last, block):
+        if params.native_continuation == "exclude" and stitched.is_continuation(last, block):
             return False
-        return stitched.compatible(last, block, params.max_upsampling)
+        return stitched.can_connect(last, block, params.max_upsampling)
 
-    return tuple(name for name in net.pool if fits(name))
+    return tuple(name for name in net.pool if can_follow(name))
 
 
-def pick(state: State, spent: bool = False) -> Net:
-    """Choose the partial network to expand next: the most promising or a random one; the longest once `spent`.
+def pick_network(state: State, spent: bool = False) -> Net:
+    """Select the partial network to expand next: the most promising, a random, or the longest one.
 
-    The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths always come
-    first, and few are ever finished. A block counts as its share of its own donor, so that donors cut into many blocks
-    are no slower; skipped blocks count as not run. Where donors complete paths (`completes`) nothing is left to run,
-    and the best score comes first. Among equal scores (the donors' own beginnings all score 1) donors take turns, each
-    first at its middle, then at its quarters, and so on.
+    The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths would always
+    be first, and few would be finished. A block counts as its share of its own donor, so that donors cut into many
+    blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completes_paths`) nothing is
+    left to run, and the best score is first. Among equal scores (the donors' own prefixes all score 1) donors
+    alternate, each first at its middle, then at its quarters, and so on. With `spent` the longest network is selected.
     """
     params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
     if params.order == "random" and not spent:
         ordered = sorted(state.frontier, key=lambda net: net.path)
-        return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
+        return ordered[int(tensors.seeded_rng("frontier", state.seed, state.turn).integers(len(ordered)))]
 
-    def left(net: Net) -> float:
+    def remaining_share(net: Net) -> float:
         run = (blocks[name] for name in net.path[1:])
         return max(1 - sum(1 / (len(donors[block.donor].blocks) - 1) for block in run), 0.0)
 
-    def place(net: Net) -> tuple[float, ...]:
+    def tie_rank(net: Net) -> tuple[float, ...]:
         last = blocks[net.path[-1]]
-        return _halved(last.index, len(donors[last.donor].blocks) - 1) if completes(params) else (-len(net.path),)
+        return (
+            _bisection_rank(last.index, len(donors[last.donor].blocks) - 1)
+            if completes_paths(params)
+            else (-len(net.path),)
+        )
 
     def promise(net: Net) -> float:
-        return net.score if completes(params) else net.score * STEP ** (10 * left(net))
+        return net.score if completes_paths(params) else net.score * STEP ** (10 * remaining_share(net))
 
     if spent:
         return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
-    return min(state.frontier, key=lambda net: (-promise(net), *place(net), net.path))
+    return min(state.frontier, key=lambda net: (-promise(net), *tie_rank(net), net.path))
 
 
-def _halved(index: int, whole: int) -> tuple[int, int]:
-    """Rank of `index` when [0, whole) is halved again and again: (round in which it is a middle, index)."""
+def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
+    # (bisection round in which `index` is a middle of [0, whole), index).
     low, high, rounds = 0, whole, 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
@@ -129,55 +132,54 @@ def _halved(index: int, whole: int) -> tuple[int, int]:
 # -- one expansion --------------------------------------------------------------------------------
 
 
-def advance(state: State) -> State:
-    """Offer blocks to the next partial network; with the budget spent or nothing left, pass on to the finished ones.
+def advance_search(state: State) -> State:
+    """Offer blocks to the next partial network, or end the search if the budget or frontier is empty.
 
     If the budget is spent and nothing is finished, partial networks are offered terminating blocks only.
     """
     params = state.params
-    made = sum(not stitched.is_native(_blocks(state, net)) for net in state.finished)
+    made = sum(not stitched.is_native_path(_path_blocks(state, net)) for net in state.finished)
     spent = state.expansions >= params.expansions or made >= params.finished
     if not params.expansions and params.head == "ridge":
         state = replace(state, frontier=())  # without a search only donors are joined
-    state = _taken_back(state, spent)
+    state = _restore_given_up(state, spent)
     while state.frontier and not (spent and state.finished):
-        net = pick(state, spent)
+        net = pick_network(state, spent)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
-        pool = offered(net, state.stock, params, ends_only=spent)
+        pool = offered_blocks(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
-        state = _taken_back(state, spent)
+        state = _restore_given_up(state, spent)
     left = len(state.frontier)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
-    chosen, notes = finalists(state, left)
-    junctions = _used(state.junctions, chosen)
+    chosen, notes = choose_finalists(state, left)
+    junctions = _used_junctions(state.junctions, chosen)
     state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
-    return candidates.begun(state)
+    return candidates.end_search(state)
 
 
-def _taken_back(state: State, spent: bool) -> State:
-    """Take back the best network given up, finished ones first, if the search would otherwise end without one."""
+def _restore_given_up(state: State, spent: bool) -> State:
+    # Without this network the search would end without a result.
     ended = [net for net in state.given_up if is_finished(state, net)]
     if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
         return state
     best = min(ended or state.given_up, key=lambda net: (-net.score, len(net.path), net.path))
-    log = (*state.log, f"taken back, as nothing else is left: {names.path(best.path)}")
+    log = (*state.log, f"taken back, as nothing else is left: {names.path_name(best.path)}")
     if ended:
         return replace(state, finished=(best,), given_up=(), log=log)
     return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
 
 
-def _blocks(state: State, net: Net) -> list[Block]:
+def _path_blocks(state: State, net: Net) -> list[Block]:
     return [state.stock.blocks[name] for name in net.path]
 
 
 def is_finished(state: State, net: Net) -> bool:
-    """Whether its last block is a terminating one."""
     return state.stock.blocks[net.path[-1]].kind == "end"
 
 
-def distinct(state: State) -> list[Finalist]:
-    """The finished networks, best-scoring first; one of those that are equal under a head."""
+def distinct_finalists(state: State) -> list[Finalist]:
+    """Return the finished networks, best score first, without those that are equal under a head."""
     found: dict[tuple[str, ...], Finalist] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
@@ -185,19 +187,19 @@ def distinct(state: State) -> list[Finalist]:
     return list(found.values())
 
 
-def finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
-    """Choose the finished networks to validate, and explain in the log why they are few.
+def choose_finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
+    """Choose the finished networks to validate, and explain in the log if they are few.
 
-    Sets of donors take turns, each with its best network first: by scores alone a donor with a block or two left out
-    comes before every network stitched from several.
+    Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
+    above every network stitched from several donors.
 
     Args:
-        state: after the search.
-        left: number of partial networks that could still have been expanded.
+        state: State after the search.
+        left: Number of partial networks that could still have been expanded.
     """
-    found, params = distinct(state), state.params
+    found, params = distinct_finalists(state), state.params
     sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
-    turns = vote.in_turns(range(len(found)), [" ".join(sorted(each)) for each in sets])
+    turns = vote.alternate_kinds(range(len(found)), [" ".join(sorted(each)) for each in sets])
     chosen = tuple(found[j] for j in turns)[: params.finalists]
     used = set().union(*(sets[j] for j in turns[: params.finalists]))
     few, alike = len(chosen) < min(WANTED, params.finalists), len(used) < 2 and bool(chosen)
@@ -215,85 +217,84 @@ def finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str,
     return chosen, (f"only {what}{donors}: {why}" if few else f"{what}{donors[1:]}: {why}",)
 
 
-def epsilon(state: State) -> float:
-    """Probability that a device explores in this expansion."""
+def exploration_rate(state: State) -> float:
+    """Return the probability that a device explores in this expansion."""
     params = state.params
     return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
 
 
-def coin(state: State, device: str) -> int:
-    """Seed of a device's choice in this turn, known to both sides."""
+def choice_seed(state: State, device: str) -> int:
+    """Return the seed of a device's choice in this turn, known to device and coordinator."""
     return derive_seed("coin", state.seed, state.turn, device)
 
 
 def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
-    """Add a sub-round's ballots; close the vote after the last sub-round, or once every device has voted.
+    """Add a sub-round's ballots, and close the vote after the last sub-round or when all have voted.
 
-    The number of devices is unknown; once a sub-round brings no new device, the known ones count as all.
+    The number of devices is unknown. After a sub-round without a new device, the known devices count as all.
     """
     net = state.current
     assert net is not None
     fresh = ballots.keys() - state.ballots.keys()
     voted = {**state.ballots, **ballots}
-    known = vote.joined(state.weights, sorted(ballots))
+    known = vote.add_devices(state.weights, sorted(ballots))
     complete = state.params.close_early and (not fresh or (state.saturated and voted.keys() == known.keys()))
     state = replace(
         state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
     )
     if not complete and state.subround < state.params.subrounds:
-        note = f"{names.path(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
+        note = f"{names.path_name(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
         return replace(state, log=(note,))
     return close_vote(state)
 
 
 def close_vote(state: State) -> State:
-    """Close a vote: reweigh devices by their agreement, take the K winners, and drop blocks that are too shallow."""
+    """Close a vote: update device weights, select the K winners, and drop shallow blocks."""
     params, net = state.params, state.current
     assert net is not None
-    rise = 1 + len(net.path) / depth(params)
+    rise = 1 + len(net.path) / max_depth(params)
     ranks: dict[str, float] = {}
     if params.weighted:
         ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
     reward, penalty = params.alpha * rise, min(params.beta * rise, 1.0)
-    weights = vote.reweigh(state.weights, ranks, params.theta, reward, penalty, params.normalise)
+    weights = vote.update_weights(state.weights, ranks, params.theta, reward, penalty, params.normalise)
     counted = weights if params.weighted else dict.fromkeys(weights, 1.0)
-    winners = vote.tally(state.ballots, counted, state.pool, params.k, params.spread)
+    winners = vote.tally_votes(state.ballots, counted, state.pool, params.k, params.spread)
     dropped: set[str] = set()
     if params.space_optimizer:
         blocks = [state.stock.blocks[name] for name in state.pool]
-        dropped = vote.too_shallow(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
+        dropped = vote.shallow_blocks(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
     state = replace(
         state,
         expansions=state.expansions + 1,
         weights=weights,
         winners=tuple(winners),
         dropped=tuple(sorted(dropped)),
-        log=tuple(_vote_notes(state, winners, dropped, ranks, counted)),
+        log=tuple(_describe_vote(state, winners, dropped, ranks, counted)),
     )
-    return replace(state, phase="fit") if projected(state) else grow(state, {})
+    return replace(state, phase="fit") if junction_winners(state) else grow_paths(state, {})
 
 
-def projected(state: State) -> tuple[str, ...]:
-    """The winners that need a junction."""
+def junction_winners(state: State) -> tuple[str, ...]:
     assert state.current is not None
     last = state.stock.blocks[state.current.path[-1]]
     voted = (winner.block for winner in state.winners)
-    return tuple(name for name in voted if not stitched.continues(last, state.stock.blocks[name]))
+    return tuple(name for name in voted if not stitched.is_continuation(last, state.stock.blocks[name]))
 
 
-def grow(
+def grow_paths(
     state: State,
     fitted: Mapping[str, dict[str, np.ndarray]],
     residuals: Mapping[str, float | None] = MappingProxyType({}),
 ) -> State:
-    """Stitch the winners to the current path; the paths join the frontier or the finished networks.
+    """Append the winners to the current path, as new partial or finished networks.
 
     A path with a score below `stop_below` is given up.
 
     Args:
-        state: after a vote.
-        fitted: new junctions by their names.
-        residuals: of the junctions by the winner's block id.
+        state: State after a vote.
+        fitted: New junctions by their names.
+        residuals: Residuals of the junctions by the winner's block id.
     """
     net, winners = state.current, state.winners
     assert net is not None
@@ -303,34 +304,34 @@ def grow(
     for winner in winners:
         left = residuals.get(winner.block)
         before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
-        score = before * max(winner.score, 0.0) * _kept_share(state.params, left)
+        score = before * max(winner.score, 0.0) * _residual_factor(state.params, left)
         pool = tuple(name for name in kept if name != winner.block)
         child = Net((*net.path, winner.block), pool, score, (*net.residuals, left))
         if score < state.params.stop_below:
             state = replace(state, given_up=(*state.given_up, child))
-            notes.append(f"given up {names.path(child.path)}: score {score:.3f} is below {state.params.stop_below:g}")
+            notes.append(
+                f"given up {names.path_name(child.path)}: score {score:.3f} is below {state.params.stop_below:g}"
+            )
             continue
         before_it = len(state.finished)
-        state = _joined(state, child)
-        notes += [f"finished {names.path(each.path)}, score {score:.3f}" for each in state.finished[before_it:]]
+        state = _add_path(state, child)
+        notes += [f"finished {names.path_name(each.path)}, score {score:.3f}" for each in state.finished[before_it:]]
     if state.finished:
         state = replace(state, given_up=())
     nets = [*state.frontier, *state.finished, *state.given_up]
-    return advance(replace(state, junctions=_used({**state.junctions, **fitted}, nets), log=(*state.log, *notes)))
+    return advance_search(
+        replace(state, junctions=_used_junctions({**state.junctions, **fitted}, nets), log=(*state.log, *notes))
+    )
 
 
-def _joined(state: State, net: Net) -> State:
-    """Add a new path to the frontier, or to the finished networks if its last block is a terminating one.
-
-    Where the search `completes` paths, all continuations by the last block's donor are added too: they need no
-    junction, hence no vote, and keep the path's score.
-    """
+def _add_path(state: State, net: Net) -> State:
+    # Completions by the last block's donor need no junction and no vote, and keep the path's score.
     if is_finished(state, net):
         return replace(state, finished=(*state.finished, net))
     last, params = state.stock.blocks[net.path[-1]], state.params
     donor = state.stock.donors[last.donor]
     rest = donor.blocks[last.index + 1 :]
-    if not completes(params) or len(net.path) + len(rest) > depth(params):
+    if not completes_paths(params) or len(net.path) + len(rest) > max_depth(params):
         return replace(state, frontier=(*state.frontier, net))
     made = [net]
     for name in rest:
@@ -340,29 +341,27 @@ def _joined(state: State, net: Net) -> State:
     return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
 
 
-def _kept_share(params: Params, residual: float | None) -> float:
-    """Factor of a path's score for a junction's residual."""
+def _residual_factor(params: Params, residual: float | None) -> float:
     return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
 
 
-def junctions_of(path: tuple[str, ...]) -> list[str]:
-    """Names of the junctions that a path may have."""
+def path_junctions(path: tuple[str, ...]) -> list[str]:
     return [stitched.junction_name(path[: i + 1]) for i in range(1, len(path))]
 
 
-def _used(
+def _used_junctions(
     junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[Net | Finalist]
 ) -> dict[str, dict[str, np.ndarray]]:
-    wanted = {name for net in nets for name in junctions_of(net.path)}
+    wanted = {name for net in nets for name in path_junctions(net.path)}
     return {name: junction for name, junction in junctions.items() if name in wanted}
 
 
-def _vote_notes(
+def _describe_vote(
     state: State, winners: list[Winner], dropped: set[str], ranks: Mapping[str, float], weights: Mapping[str, float]
 ) -> list[str]:
     assert state.current is not None
     total = sum(weights[device] for device in state.ballots)
-    notes = [f"{names.path(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
+    notes = [f"{names.path_name(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
     for winner in winners:
         notes.append(
             f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "

@@ -1,4 +1,4 @@
-"""Parameters of a search over paths, and its state from round to round.
+"""Parameters of a search over paths, and its state between rounds.
 
 `fedquilt.models.stitching.search` has the steps from one state to the next.
 """
@@ -24,7 +24,7 @@ Positive = Annotated[float, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Params:
-    """Hyper-parameters, with the paper's symbols."""
+    """Hyper-parameters of FedStitch, with the paper's symbols."""
 
     mode: Literal["default", "paper"] = "default"  # "paper": the values of PAPER replace what follows
     # the search
@@ -115,7 +115,7 @@ Phase = Literal["score", "fit", "gather", "validate", "done"]
 
 @dataclass(frozen=True)
 class Net:
-    """A path, the blocks that may still join it, and the product of the scores along it."""
+    """Path of blocks, the candidates for its next block, and the product of its scores."""
 
     path: tuple[str, ...]
     pool: tuple[str, ...]
@@ -125,8 +125,6 @@ class Net:
 
 @dataclass(frozen=True)
 class Finalist:
-    """A finished network that enters the validation."""
-
     path: tuple[str, ...]
     score: float
     residuals: tuple[float | None, ...] = ()
@@ -134,18 +132,19 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A network that may be handed out: paths side by side under one head, or one with a donor's own classifier.
+    """Candidate for the result: parallel paths under one head, or a path with a donor's classifier.
 
     Attributes:
-        kind: "joined": several taps; "donor": one tap of an unmodified donor; "stitched": one finished network;
-            "aligned": one finished network with its terminating block.
-        paths: each from a starting block to a tap; of an aligned network to its terminating block.
-        head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side; {}: aligned.
-        ridge: strength of the head's ridge, chosen by generalised cross-validation.
-        criterion: generalised cross-validation criterion of the head, less is better; None: too few examples for one.
-        score: product of the blocks' scores of a finished network.
-        residual: worst known residual of its junctions.
-        right: number of right answers on the held-out examples (`State.examples`).
+        kind: "joined" for several taps, "donor" for one tap of an unmodified donor, "stitched" for one finished
+        network,
+            "aligned" for one finished network with its terminating block.
+        paths: Paths from a starting block to a tap, or of an aligned network to its terminating block.
+        head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side, or {} if aligned.
+        ridge: Penalty of the head, selected by generalised cross-validation.
+        criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
+        score: Product of the blocks' scores of a finished network.
+        residual: Worst known residual of its junctions.
+        right: Number of correct predictions on the held-out examples (`State.examples`).
     """
 
     kind: Literal["joined", "donor", "stitched", "aligned"]
@@ -160,8 +159,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Stored:
-    """`class_moments.Sums` packed for the state: one half of the symmetric matrix."""
-
     counts: np.ndarray
     totals: np.ndarray
     half: np.ndarray
@@ -169,8 +166,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class State:
-    """State of the search between rounds."""
-
     params: Params
     seed: int
     stock: Stock

@@ -1,8 +1,9 @@
-"""Blocks, junctions between them, and the outputs of stitched paths. numpy only.
+"""Blocks, junctions between blocks, and the outputs of stitched paths.
 
 A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). A junction connects two
-blocks that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels
-position by position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l).
+blocks
+that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels position by
+position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l). Requires numpy only.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a donor: its ONNX graphs and its costs per example. Shapes are without batch.
+    """Block of a donor: its ONNX graphs and its costs per example. Shapes are without the batch.
 
     Graphs run stage by stage. The graphs of one stage take the same input, and their outputs are concatenated along
-    axis 1: a linear layer larger than a board's memory is stored as tiles of its rows.
+    axis 1: a linear layer larger than a device's memory is stored as tiles of its rows.
     """
 
     donor: str
@@ -52,19 +53,16 @@ class Block:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names in the bundle of all files needed to run the block."""
         return (*itertools.chain.from_iterable(self.stages), *self.data)
 
     @property
-    def scored(self) -> Block:
-        """The block as it runs for its output score: in 8 bits where that was accepted."""
+    def scoring_variant(self) -> Block:
+        """Block for output scores, in 8 bits if the block has an accepted 8-bit graph."""
         return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
 
 
 @dataclass(frozen=True)
 class Donor:
-    """A pre-trained network as its blocks, in order; `align` lists its classes for each label, if known."""
-
     blocks: tuple[str, ...]
     classes: int
     align: tuple[tuple[int, ...], ...] | None = None
@@ -72,19 +70,17 @@ class Donor:
 
 @dataclass(frozen=True)
 class Stock:
-    """Donors and blocks to stitch from: the `meta` of a job bundle."""
-
     input: inputs.Table
     labels: tuple[str, ...]
     donors: dict[str, Donor]
     blocks: dict[str, Block]
 
 
-def stock(meta: Mapping[str, Any]) -> Stock:
-    """Read the stock from a bundle's meta.
+def load_donor_pool(meta: Mapping[str, Any]) -> Stock:
+    """Read the donor pool from a bundle's meta.
 
     Raises:
-        ModelError: the bundle holds no donor blocks, or its blocks contradict its donors.
+        ModelError: If the bundle has no donor blocks, or if blocks and donors are inconsistent.
     """
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
@@ -108,18 +104,17 @@ def stock(meta: Mapping[str, Any]) -> Stock:
 # -- which block may follow -----------------------------------------------------------------------
 
 
-def continues(before: Block, after: Block) -> bool:
-    """Whether `after` is the donor's own next block, so that no junction is needed."""
+def is_continuation(before: Block, after: Block) -> bool:
+    """Return whether `after` is the donor's own next block, which needs no junction."""
     return after.donor == before.donor and after.index == before.index + 1
 
 
-def is_native(path: Sequence[Block]) -> bool:
-    """Whether a path is the beginning of one donor, unchanged."""
-    return path[0].index == 0 and all(continues(a, b) for a, b in itertools.pairwise(path))
+def is_native_path(path: Sequence[Block]) -> bool:
+    return path[0].index == 0 and all(is_continuation(a, b) for a, b in itertools.pairwise(path))
 
 
-def compatible(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
-    """Whether a junction can connect two blocks: maps with as many axes, enlarged by `max_upsampling` at most."""
+def can_connect(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
+    """Return whether a junction can connect two blocks, with enlargement up to `max_upsampling`."""
     if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
         return False
     return all(
@@ -131,70 +126,67 @@ def compatible(before: Block, after: Block, max_upsampling: float = 2.0) -> bool
 
 
 def junction_name(path: Sequence[str]) -> str:
-    """Name of the junction in front of a path's last block; it depends on the whole path."""
     return "junction." + hashlib.sha256("/".join(path).encode()).hexdigest()[:16]
 
 
-def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
-    """Resize and project maps (n, c, h, w) or (n, c, l) for `block`; without a junction they are returned as they are.
+def apply_junction(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
+    """Resize and project maps (n, c, h, w) or (n, c, l) for `block` if there is a junction.
 
-    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Resizing and projecting commute, since both are
+    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Resizing and projecting commute, because both
+    are
     linear and the rows of a resize sum to one: the projection runs where there are fewer positions.
     """
     if junction is None:
         return maps
     sizes = block.in_shape[1:]
-    if grows(maps.shape[1:], block.in_shape):
-        return images.resize(_projected(maps, junction), *sizes)
-    return _projected(images.resize(maps, *sizes), junction)
+    if enlarges_maps(maps.shape[1:], block.in_shape):
+        return images.resize_maps(_project_maps(maps, junction), *sizes)
+    return _project_maps(images.resize_maps(maps, *sizes), junction)
 
 
-def grows(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether a junction enlarges maps (c, h, w) or (c, l)."""
+def enlarges_maps(before: Sequence[int], after: Sequence[int]) -> bool:
     return math.prod(before[1:]) < math.prod(after[1:])
 
 
-def _projected(maps: np.ndarray, junction: Tensors) -> np.ndarray:
+def _project_maps(maps: np.ndarray, junction: Tensors) -> np.ndarray:
     n, c, *sizes = maps.shape
     made = np.matmul(junction["weights"], maps.reshape(n, c, math.prod(sizes)))
     made += junction["bias"][:, None]
     return made.reshape(n, -1, *sizes)
 
 
-def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
-    """The junction in front of each block of a path, None where none is needed; `load` finds one by its name."""
+def load_junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
+    """Load the junction before each block of a path, None where none is needed."""
     ids = [block.id for block in path]
     found: list[Tensors | None] = [None]
     for i in range(1, len(path)):
-        found.append(None if continues(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
+        found.append(None if is_continuation(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
     return found
 
 
 def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Run a block; `run` runs one graph by its file name."""
     for stage in block.stages:
         parts = [run(graph, x) for graph in stage]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     return x
 
 
-def forward(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:
-    """The output of a path's last block for prepared images x (n, channels, size, size)."""
+def run_path(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:
     for block, junction in zip(path, between, strict=True):
-        x = run(block, join(x, junction, block))
+        x = run(block, apply_junction(x, junction, block))
     return x
 
 
 # -- labels ---------------------------------------------------------------------------------------
 
 
-def gap(maps: np.ndarray) -> np.ndarray:
-    """Global average pooling: (n, c, h, w) or (n, c, l) -> (n, c), float64; (n, d) stays."""
+def global_average_pool(maps: np.ndarray) -> np.ndarray:
+    """Return the global average pool (n, c), float64, of maps or of vectors (n, d) unchanged."""
     return maps.mean(axis=tuple(range(2, maps.ndim)), dtype=np.float64) if maps.ndim > 2 else maps.astype(np.float64)
 
 
-def align(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """Turn a donor's logits (n, classes) into scores (n, labels): logsumexp over each label's classes.
+def align_logits(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """Convert logits (n, classes) to label scores (n, labels) by logsumexp over a label's classes.
 
     A label without classes scores -inf, so that it never wins.
     """
@@ -207,8 +199,8 @@ def align(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
     return scores
 
 
-def random_features(width: int, wanted: int, seed: int) -> np.ndarray:
-    """Gaussian projection (width, wanted) that preserves lengths on average; a function of the arguments."""
+def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
+    """Return a Gaussian projection (width, wanted) that preserves lengths on average."""
     draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, wanted))
     return draw / np.sqrt(wanted)
 
@@ -218,18 +210,17 @@ def random_features(width: int, wanted: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Network:
-    """A finished network: paths side by side, and a head or an alignment that turns their ends into label scores.
+    """Finished network: parallel paths, and a head or an alignment to label scores.
 
-    Each path ends in a tap. Blocks of a common beginning of paths run once. A network without branches has one tap.
+    Each path ends in a tap. Blocks of a common prefix of paths run once. A network without branches has one tap.
 
     Attributes:
-        taps: block ids of each path, in the order of the head's columns.
-        junctions: by `junction_name`; each {"weights": (c_out, c_in), "bias": (c_out,)}. Neighbours in one donor have
-            none.
+        taps: Block ids of each path, in the order of the head's columns.
+        junctions: Junctions {"weights": (c_out, c_in), "bias": (c_out,)} by `junction_name`.
         head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all. With
-            {"hidden": (m, d)} the maps are first multiplied by it and passed through a ReLU, and weights are
-            (labels, m). None: the only tap is a donor's own classifier, and `align` maps its classes to labels.
-        align: the classes of each label; None: `head` is given.
+            {"hidden": (m, d)} the maps are first multiplied by the matrix and passed through a ReLU, and weights are
+            (labels, m). None if the only tap is a donor's own classifier, whose classes `align` maps to labels.
+        align: Classes of each label, or None with a head.
     """
 
     taps: tuple[tuple[str, ...], ...]
@@ -239,15 +230,15 @@ class Network:
 
 
 def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Convert a network to an artefact's meta (JSON) and tensors; `from_artefact` is the inverse.
+    """Convert a network to an artefact's meta (JSON) and tensors, the inverse of `from_artefact`.
 
-    Junctions that no tap passes are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names
-    of the tensors "weights" and "bias"}}, "head" {tensor names of "weights", "bias" and, if any, "hidden"} or None,
-    "align", "labels" and "input".
+    Unused junctions are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names of the
+    tensors "weights" and "bias"}}, "head" {tensor names of "weights", "bias" and, if any, "hidden"} or None, "align",
+    "labels" and "input".
     """
     arrays: dict[str, np.ndarray] = {}
     junctions: dict[str, dict[str, Any]] = {}
-    for ids in prefixes(network.taps):
+    for ids in path_prefixes(network.taps):
         name = junction_name(ids)
         if name in network.junctions:
             before, after = (stock.blocks[block] for block in ids[-2:])
@@ -273,7 +264,7 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
     """Read a network from an artefact.
 
     Raises:
-        ModelError: the network has no taps, or nothing turns their ends into label scores.
+        ModelError: If the network has no taps, or no head or alignment to label scores.
     """
     parts = ("weights", "bias")
     network = Network(
@@ -289,10 +280,10 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
 
 
 def require_labels(network: Network) -> None:
-    """Refuse a network whose outputs are no label scores.
+    """Raise an error unless a network's outputs are label scores.
 
     Raises:
-        ModelError: the network has no taps, neither a head nor an alignment, or an alignment of several taps.
+        ModelError: If there are no taps, neither a head nor an alignment, or an alignment of several taps.
     """
     if not network.taps or not all(network.taps):
         raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
@@ -302,18 +293,18 @@ def require_labels(network: Network) -> None:
         raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
 
 
-def prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Every prefix of the taps' paths once, shorter ones of a path first: an order in which the blocks can run."""
+def path_prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return every prefix of the taps' paths once, in an order in which the blocks can run."""
     every = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
     return list(dict.fromkeys(every))
 
 
-def ends(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
-    """The output of each tap's last block for prepared images x (n, channels, size, size).
+def run_taps(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
+    """Return the output of each tap's last block for prepared images x (n, channels, size, size).
 
-    Shared beginnings run once, and maps are freed after their last use.
+    Common prefixes run once, and maps are freed after their last use.
     """
-    order = prefixes(network.taps)
+    order = path_prefixes(network.taps)
     takers = Counter(ids[:-1] for ids in order)
     takers.update(dict.fromkeys(network.taps, 1))
     made: dict[tuple[str, ...], np.ndarray] = {(): x}
@@ -322,28 +313,28 @@ def ends(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray)
         takers[ids[:-1]] -= 1
         if not takers[ids[:-1]]:
             del made[ids[:-1]]
-        made[ids] = run(block, join(before, network.junctions.get(junction_name(ids)), block))
+        made[ids] = run(block, apply_junction(before, network.junctions.get(junction_name(ids)), block))
     return [made[tap] for tap in network.taps]
 
 
 def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
-    """Run a finished network: scores (n, labels) of a head on the taps' pooled maps, or of aligned logits.
+    """Return the label scores (n, labels) of a finished network.
 
     Args:
-        network: what to run.
-        blocks: of the stock, by id.
-        run: runs one block.
-        x: prepared images (n, channels, size, size).
+        network: Network to run.
+        blocks: Blocks of the donor pool, by id.
+        run: Function that runs one block.
+        x: Prepared images (n, channels, size, size).
 
     Raises:
-        ModelError: neither a head nor an alignment says what the outputs mean.
+        ModelError: If the network's outputs are not label scores.
     """
     require_labels(network)
-    outputs = ends(network, blocks, run, x)
+    outputs = run_taps(network, blocks, run, x)
     if network.head is not None:
-        z = np.concatenate([gap(each) for each in outputs], axis=1)
+        z = np.concatenate([global_average_pool(each) for each in outputs], axis=1)
         if "hidden" in network.head:
             z = np.maximum(z @ network.head["hidden"].T, 0.0)
         return z @ network.head["weights"].T + network.head["bias"]
     assert network.align is not None
-    return align(outputs[0], network.align)
+    return align_logits(outputs[0], network.align)

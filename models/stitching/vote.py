@@ -1,18 +1,20 @@
-"""Votes on blocks: the devices' weights, and the blocks that win. numpy only.
+"""Votes on blocks: the devices' weights, and the winners.
 
 Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14 to 26. The paper's "RL weighted
-aggregator" is an epsilon-greedy choice on the devices and multiplicative weights here. The paper publishes neither
-constants nor a definition of the rank; ours are in the functions below.
+aggregator" is here an epsilon-greedy choice on the devices and multiplicative weights. The paper publishes neither
+constants nor a definition of the rank.
 
 Deviations:
 
-- A device that explored is judged by its greedy picks; otherwise exploration is punished as if its data were skewed.
+- A device that explored is judged by its greedy picks. Otherwise exploration is punished as if its data were skewed.
 - A device is rewarded if its rank reaches the median of the devices judged with it. A fixed threshold is below or above
   nearly all ranks, so that no weight moves relative to another.
-- The devices of one vote keep their total weight; otherwise being asked counts as merit.
+- The devices of one vote keep their total weight. Otherwise selection would count as merit.
 - Picks can be spread over donors.
-- With fewer than three others a device is not judged.
-- Picks are recomputed from the scores and the task's coin, so that a device cannot vote against its own scores.
+- With fewer than three other devices a device is not judged.
+- Picks are recomputed from the scores and the task's seed, so that a device cannot vote against its own scores.
+
+Requires numpy only.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Ballot:
     """One device's scores of a pool of b blocks.
 
     With scoring in two stages, `level` is 1 for blocks that reached the second stage. Scores of different levels are
-    never compared: level 1 ranks above level 0.
+    never
+    compared: level 1 ranks above level 0.
     """
 
     screen: np.ndarray  # (b,) float64: score of the first stage, which every block has
@@ -51,8 +54,6 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Winner:
-    """A block that won a vote."""
-
     block: str
     votes: float  # total weight of its voters
     score: float  # weighted mean at the highest level at which any device scored it
@@ -62,13 +63,12 @@ class Winner:
 # -- one device -----------------------------------------------------------------------------------
 
 
-def ranking(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[int]:
-    """Positions in the pool, best first; equal scores are ordered by block id."""
+def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[int]:
     return sorted(range(len(pool)), key=lambda j: (-level[j], -score[j], pool[j]))
 
 
-def in_turns(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
-    """Reorder positions so that their kinds take turns: the first of each kind, then the second of each, and so on."""
+def alternate_kinds(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
+    """Reorder positions so that their kinds alternate, each in its own order."""
     turns: dict[str, int] = {}
     placed = []
     for place, j in enumerate(ordered):
@@ -77,41 +77,41 @@ def in_turns(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
     return [j for _, _, j in sorted(placed)]
 
 
-def _donors(pool: Sequence[str]) -> list[str]:
+def _donor_names(pool: Sequence[str]) -> list[str]:
     return [name.rpartition(".")[0] for name in pool]
 
 
-def greedy(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, spread: bool = False) -> list[int]:
-    """The K best positions in the pool; with `spread`, donors take turns."""
-    ordered = ranking(score, level, pool)
-    return (in_turns(ordered, _donors(pool)) if spread else ordered)[:k]
+def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, spread: bool = False) -> list[int]:
+    """Return the K best positions in the pool. With `spread`, donors alternate."""
+    ordered = rank_blocks(score, level, pool)
+    return (alternate_kinds(ordered, _donor_names(pool)) if spread else ordered)[:k]
 
 
-def choose(
+def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
-    """A device's K picks, and whether it explored; a function of the seed, so that either side can compute it."""
-    coin = tensors.rng("explore", seed)
+    """Return a device's K picks and whether they are random, determined by the seed."""
+    coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
         return sorted(int(j) for j in coin.choice(len(pool), size=k, replace=False)), True
-    return greedy(score, level, pool, k, spread), False
+    return greedy_picks(score, level, pool, k, spread), False
 
 
-def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
-    """Check and read the ballot that a device sent.
+def read_ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
+    """Validate and read the ballot that a device sent.
 
     Args:
-        given: the device's tensors.
-        pool: the block ids that it was to score.
-        k: number of picks, as in its task; likewise the arguments that follow.
-        epsilon: probability of exploring.
-        seed: of its choice.
-        spread: whether donors take turns in its picks.
+        given: Tensors of the device.
+        pool: Block ids to score.
+        k: Number of picks.
+        epsilon: Probability of exploring.
+        seed: Seed of the device's choice.
+        spread: Whether donors alternate in the picks.
 
     Raises:
-        UpdateError: a block has no score, a score is not finite or not in [-1, 1], or the picks do not follow from the
-            scores and the seed.
+        UpdateError: If a block has no score, a score is not in [-1, 1], or the picks do not follow from scores and
+        seed.
     """
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
         array = given.get(name)
@@ -124,14 +124,14 @@ def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: in
     screen, score, level, picks = (given[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
         raise UpdateError("scores: 'level' holds values other than 0 and 1")
-    wanted, explored = choose(score, level, pool, k, epsilon, seed, spread)
+    wanted, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)
     if picks.tolist() != wanted:
         raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores, which say {wanted}")
     return Ballot(screen, score, level, picks, explored)
 
 
-def percentiles(given: Ballot) -> np.ndarray:
-    """Percentile of each block, (b,): the share of the pool that scores no better, in (0, 1]."""
+def block_percentiles(given: Ballot) -> np.ndarray:
+    """Return each block's percentile, (b,): the share of the pool that scores no better, in (0, 1]."""
     merit = given.score + 4.0 * given.level  # scores lie in [-1, 1]: levels never mix
     return (merit[None, :] <= merit[:, None]).mean(axis=1)
 
@@ -146,17 +146,18 @@ def cross_ranks(
     spread: bool = False,
     judged: Literal["greedy", "picks"] = "greedy",
 ) -> dict[str, float]:
-    """Rank r_i of each device: mean percentile of its K greedy picks on all other devices. {}: too few devices.
+    """Return the rank r_i of each device: the mean percentile of its K picks on other devices.
 
-    With `judged` "picks", as in the paper, the picks that the device sent count, which are random if it explored.
+    With too few devices the result is {}. With `judged` "picks", as in the paper, the picks that the device sent count,
+    which are random if the device explored.
     """
     if len(ballots) <= MIN_OTHERS:
         return {}
     ordered = sorted(ballots)
-    seen = np.array([percentiles(ballots[device]) for device in ordered])
+    seen = np.array([block_percentiles(ballots[device]) for device in ordered])
     alike: dict[tuple[int, ...], list[int]] = {}  # picks -> places of the devices that have them
     for place, given in enumerate(ballots[device] for device in ordered):
-        best = given.picks if judged == "picks" else greedy(given.score, given.level, pool, k, spread)
+        best = given.picks if judged == "picks" else greedy_picks(given.score, given.level, pool, k, spread)
         alike.setdefault(tuple(map(int, best)), []).append(place)
     ranks = dict.fromkeys(ordered, 0.0)
     for picks, places in alike.items():
@@ -165,7 +166,7 @@ def cross_ranks(
     return ranks
 
 
-def reweigh(
+def update_weights(
     weights: Mapping[str, float],
     ranks: Mapping[str, float],
     theta: Theta,
@@ -173,36 +174,36 @@ def reweigh(
     beta: float,
     normalise: Literal["cohort", "all"] = "cohort",
 ) -> dict[str, float]:
-    """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta; sum 1, each within WEIGHTS / N.
+    """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
     Args:
-        weights: of every device seen, sum 1.
-        ranks: `cross_ranks` of the devices judged in this vote; {}: weights are only normalised.
-        theta: a rank in [0, 1], or "median": the median of `ranks`.
-        alpha: reward.
-        beta: penalty.
-        normalise: the weights that are rescaled. "cohort": those of the devices in `ranks`, which together keep their
-            weight (but for the limits WEIGHTS). "all", as in the paper: those of all devices, so that a device asked
-            can gain weight at the expense of devices not asked.
+        weights: Weight of every device seen, with sum 1.
+        ranks: Result of `cross_ranks`. With {} weights are only normalised.
+        theta: Rank in [0, 1], or "median" for the median of `ranks`.
+        alpha: Reward.
+        beta: Penalty.
+        normalise: Weights that are rescaled. "cohort": those of the devices in `ranks`, which together keep their
+        weight
+            (but for the limits WEIGHTS). "all", as in the paper: those of all devices, so that a selected device can
+            gain weight at the expense of others.
     """
     if not ranks:
-        return _normalised(weights)
+        return _normalise_weights(weights)
     limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
     moved = {device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()}
     before, after = (sum(group[device] for device in sorted(ranks)) for group in (weights, moved))
     share = before / after if normalise == "cohort" else 1.0
-    return _normalised({**weights, **{device: weight * share for device, weight in moved.items()}})
+    return _normalise_weights({**weights, **{device: weight * share for device, weight in moved.items()}})
 
 
-def joined(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
-    """Add newcomers with the mean weight, and normalise."""
+def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
     new = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
-    return _normalised({**weights, **dict.fromkeys(new, mean)})
+    return _normalise_weights({**weights, **dict.fromkeys(new, mean)})
 
 
-def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
-    """Scale weights so that they sum to 1 after clipping to WEIGHTS / N, by bisection."""
+def _normalise_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    # Bisection for the factor: after clipping to WEIGHTS / N the weights sum to 1.
     names = sorted(weights)
     share = np.array([weights[name] for name in names])
     low, high = (bound / len(names) for bound in WEIGHTS)
@@ -217,13 +218,13 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: float(weight) for name, weight in zip(names, clipped, strict=True)}
 
 
-def tally(
+def tally_votes(
     ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Sequence[str], k: int, spread: bool = False
 ) -> list[Winner]:
-    """The K blocks with the most votes; a device votes for each of its picks with its weight.
+    """Return the K blocks with the most votes. Each pick of a device has the device's weight.
 
     Ties go to the higher weighted mean of the first stage's scores, then to the smaller block id. With `spread`, the
-    donors that were voted for take turns.
+    donors of the voted blocks alternate.
     """
     votes, voters = np.zeros(len(pool)), np.zeros(len(pool), int)
     means, total = np.zeros(len(pool)), sum(weights[device] for device in sorted(ballots))
@@ -234,7 +235,7 @@ def tally(
     chosen = [j for j in range(len(pool)) if voters[j]]
     grain = RELATIVE * total  # sums of the same weights in another order are a tie
     chosen.sort(key=lambda j: (-round(float(votes[j]) / grain), -means[j], pool[j]))
-    elected = (in_turns(chosen, _donors(pool)) if spread else chosen)[:k]
+    elected = (alternate_kinds(chosen, _donor_names(pool)) if spread else chosen)[:k]
     return [Winner(pool[j], float(votes[j]), _mean_score(ballots, weights, j), int(voters[j])) for j in elected]
 
 
@@ -244,11 +245,11 @@ def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: 
     return float(sum(weight * score for weight, score in seen) / sum(weight for weight, _ in seen))
 
 
-def too_shallow(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margin: float) -> set[str]:
-    """Ids of blocks that this path and its children need not consider again (the search-space optimizer).
+def shallow_blocks(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margin: float) -> set[str]:
+    """Return the ids of blocks that the search-space optimizer drops for a path and its children.
 
     A block is dropped if it is strictly shallower than its donor's best-scoring block and the gap of the scores exceeds
-    `margin` standard errors across devices; margin 0 drops all of these, as the paper does. Terminating blocks stay.
+    `margin` standard errors across devices. Margin 0 drops all of these, as the paper does. Terminating blocks stay.
     """
     scores = np.array([ballots[device].screen for device in sorted(ballots)])  # (devices, blocks)
     dropped = set()
@@ -258,12 +259,12 @@ def too_shallow(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margin: 
         for j in own:
             if blocks[j].index < blocks[best].index and blocks[j].kind != "end":
                 gap = scores[:, best] - scores[:, j]
-                if _exceeds(gap, margin):
+                if _exceeds_margin(gap, margin):
                     dropped.add(blocks[j].id)
     return dropped
 
 
-def _exceeds(gap: np.ndarray, margin: float) -> bool:
+def _exceeds_margin(gap: np.ndarray, margin: float) -> bool:
     if margin == 0:
         return True
     if len(gap) < 2:

@@ -122,7 +122,7 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
         if comes:
             stage.hand("a")
         stage.play(25.0)
-        assert stage.store.status(stage.job) == status
+        assert stage.store.stored_status(stage.job) == status
         stage.store.close()
 
 
@@ -146,7 +146,7 @@ def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_
     absence = Absence()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
         absence.record_connection(reached, at_s)
-        assert absence.away is not reached
+        assert absence.is_disconnected is not reached
     assert absence.lost_s == lost_s
     absence.record_connection(False, 10000.0)
     absence.record_connection(True, 10001.0)

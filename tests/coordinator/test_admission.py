@@ -28,7 +28,7 @@ from fedquilt.coordinator.admission import (
     Renew,
     Step,
     Withdraw,
-    decide_step,
+    decide_response,
 )
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import (
@@ -43,7 +43,7 @@ from fedquilt.coordinator.facts import (
     Reopened,
     Rounds,
     Started,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
@@ -71,7 +71,7 @@ def after(*facts: AnyFact) -> Rounds:
     state = Rounds(Plan(0, 3, Cohort(size=2, min_devices=1), 0))
     first = (Asked(0, 0, ("a", "b")), *(Answered(0, update(name, round=0)) for name in ("a", "b")), Closed(0))
     for fact in (Started(STATE), *first, Committed(0, STATE, False, {}), *facts):
-        state = apply(state, fact, 0.0)
+        state = apply_event(state, fact, 0.0)
     return state
 
 
@@ -117,7 +117,7 @@ EVENTS: dict[str, Event] = {
 
 def hear(situation: str, event: Event, arriving: Update | None = None, job: str = JOB) -> Step:
     state = SITUATIONS[situation]
-    return decide_step(job if state else "", state, arriving, event, NOW_S)
+    return decide_response(job if state else "", state, arriving, event, NOW_S)
 
 
 def fetching(situation: str) -> Update | None:
@@ -138,7 +138,7 @@ def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situa
         for fact in step.facts:
             assert state is not None
             assert "a" in state.asked
-            assert "a" not in apply(state, fact, NOW_S).asked
+            assert "a" not in apply_event(state, fact, NOW_S).asked
             assert Withdraw("a") in step.actions
             assert step.arriving is None
         assert len(step.facts) <= 1

@@ -52,7 +52,7 @@ def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_re
 
     federation.run(at)
     home.rename(tmp_path / "lost")
-    backup.restore(file, home)
+    backup.restore_backup(file, home)
     federation.run()
     assert isinstance(federation.facts()[-1], Ended)
     assert federation.states() == calm
@@ -89,7 +89,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     rounds = set()
     for file in [*files[: -1 : max(1, len(files) // 5)], files[-1]]:
         shutil.rmtree(federation.folder / "coordinator")
-        backup.restore(file, federation.folder / "coordinator")
+        backup.restore_backup(file, federation.folder / "coordinator")
         rounds.add(len(federation.states()))
         federation.run()
         assert federation.states() == states
@@ -131,7 +131,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
 ) -> None:
     """The coordinator commits between our copy of the database and that of the state, and drops what is old."""
     later: list[Callable[[], None]] = []
-    real = backup._snapshot
+    real = backup._copy_database
 
     def snapshot(store: Store, target: Path) -> set[str]:
         needed = real(store, target)
@@ -144,17 +144,20 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
         federation.run(committed(2))
 
     later.append(go_on)
-    monkeypatch.setattr(backup, "_snapshot", snapshot)
+    monkeypatch.setattr(backup, "_copy_database", snapshot)
     file = saved(home, tmp_path / "backup.tar")
-    backup.restore(file, tmp_path / "again")
+    backup.restore_backup(file, tmp_path / "again")
     with Store(tmp_path / "again") as store:
-        assert all(store.depot.path(sha256) for sha256 in store.referenced_blobs())
-        assert any(isinstance(fact, Committed) and fact.round == 2 for _, _, fact in store.facts(store.jobs()[0].id))
+        assert all(store.depot.blob_path(sha256) for sha256 in store.referenced_blobs())
+        assert any(
+            isinstance(fact, Committed) and fact.round == 2
+            for _, _, fact in store.read_events(store.readable_jobs()[0].id)
+        )
 
 
 def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path, tmp_path: Path) -> None:
     with Store(home) as store:
-        state = min(store.states())
+        state = min(store.latest_state_hashes())
     path = home / "blobs" / state
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     with pytest.raises(StoreError, match=f"blob {state[:12]} of .* is missing or damaged"):
@@ -167,9 +170,9 @@ def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
 ) -> None:
     """What is hashed is what is written into the backup."""
     with Store(home) as store:
-        state = min(store.states())
+        state = min(store.latest_state_hashes())
     (home / "blobs" / state).write_bytes(b"x")
-    monkeypatch.setattr(Depot, "path", lambda depot, sha256: depot.folder / sha256)
+    monkeypatch.setattr(Depot, "blob_path", lambda depot, sha256: depot.folder / sha256)
     with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
         saved(home, tmp_path / "backup.tar")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
@@ -183,26 +186,26 @@ def test_neither_overwrites_anything(home: Path, tmp_path: Path) -> None:
     assert file.read_bytes() == before
     kept = contents(home)
     with pytest.raises(JobError, match="there already"):
-        backup.restore(file, home)
+        backup.restore_backup(file, home)
     assert contents(home) == kept
     (tmp_path / "again.part").mkdir()
     (tmp_path / "again.part" / "mine").write_text("mine")
     with pytest.raises(JobError, match="something else"):
-        backup.restore(file, tmp_path / "again")
+        backup.restore_backup(file, tmp_path / "again")
     assert contents(tmp_path / "again.part") == {"mine": b"mine"}
     (tmp_path / "empty").mkdir()
-    backup.restore(file, tmp_path / "empty")
+    backup.restore_backup(file, tmp_path / "empty")
     assert (tmp_path / "empty" / "fedquilt.db").is_file()
 
 
 def test_no_two_write_to_one_name(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "backup.tar"
-    with backup._part_of(file), pytest.raises(JobError, match="another backup to"):
+    with backup._open_part_file(file), pytest.raises(JobError, match="another backup to"):
         saved(home, file)
     saved(home, file)
-    with backup._being_made(tmp_path / "again.part"), pytest.raises(JobError, match="another command is making"):
-        backup.restore(file, tmp_path / "again")
-    backup.restore(file, tmp_path / "again")
+    with backup._open_part_folder(tmp_path / "again.part"), pytest.raises(JobError, match="another command is making"):
+        backup.restore_backup(file, tmp_path / "again")
+    backup.restore_backup(file, tmp_path / "again")
 
 
 def in_child(act: Callable[..., Any], *given: Any, die_at: int) -> bool:
@@ -241,9 +244,9 @@ def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Pa
         if not file.exists():
             saved(home, file)
         assert contents_of(file, tmp_path / f"checked-{die_at}") == sound
-        over &= in_child(backup.restore, file, again, die_at=die_at)
+        over &= in_child(backup.restore_backup, file, again, die_at=die_at)
         if not again.exists():
-            backup.restore(file, again)
+            backup.restore_backup(file, again)
         assert {key: value for key, value in contents(again).items() if not key.startswith(".")} == sound
         assert not [each.name for each in tmp_path.iterdir() if ".part" in each.name]
         if over:
@@ -252,7 +255,7 @@ def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Pa
 
 
 def contents_of(file: Path, home: Path) -> dict[str, bytes]:
-    backup.restore(file, home)
+    backup.restore_backup(file, home)
     return contents(home)
 
 
@@ -273,7 +276,7 @@ def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_p
         with files_of(limit_bytes), pytest.raises(StoreError, match="cannot"):
             saved(home, tmp_path / "more.tar")
     with files_of(5_000), pytest.raises(StoreError, match="cannot make"):
-        backup.restore(file, tmp_path / "again")
+        backup.restore_backup(file, tmp_path / "again")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backup.tar", "run"]
 
 
@@ -282,12 +285,12 @@ def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_r
     home: Path, tmp_path: Path, status: str
 ) -> None:
     with Store(home) as store:
-        run = store.jobs()[0].id
+        run = store.readable_jobs()[0].id
         store.set_status(run, status)
     (home / "agents" / run / "board-0").mkdir(parents=True)
     (home / "agents" / run / "board-0" / "state").write_bytes(b"its own")
     with Store(home) as serving:
-        assert serving.lock()
+        assert serving.acquire_lock()
         with pytest.raises(JobError, match=f"{run} is a simulated fleet at work"):
             saved(home, tmp_path / "backup.tar")
     found = contents_of(saved(home, tmp_path / "backup.tar"), tmp_path / "again")

@@ -18,7 +18,7 @@ from fedquilt.core import StoreError
 def refusal(file: Path, home: Path) -> str | None:
     """Why a backup is not restored; None: it is."""
     try:
-        backup.restore(file, home)
+        backup.restore_backup(file, home)
     except StoreError as error:
         return str(error)
     return None
@@ -27,7 +27,7 @@ def refusal(file: Path, home: Path) -> str | None:
 def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home: Path, tmp_path: Path) -> None:
     """Or it changes nothing that is restored, as in the archive's padding and dates."""
     whole = saved(home, tmp_path / "backup.tar").read_bytes()
-    backup.restore(tmp_path / "backup.tar", tmp_path / "sound")
+    backup.restore_backup(tmp_path / "backup.tar", tmp_path / "sound")
     sound = contents(tmp_path / "sound")
     damaged = tmp_path / "damaged.tar"
     refused = 0
@@ -55,13 +55,13 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
         with tarfile.open(file, "w") as archive:
             archive.add(tmp_path / "passwd", name)
         with pytest.raises(StoreError, match=r"no backup of fedquilt|cut short"):
-            backup.restore(file, tmp_path / "again")
+            backup.restore_backup(file, tmp_path / "again")
     text = b'{"format": 2}'
     with tarfile.open(file, "w") as archive:
         (tmp_path / "passwd").write_bytes(text)
         archive.add(tmp_path / "passwd", f"manifest-{hashlib.sha256(text).hexdigest()}.json")
     with pytest.raises(StoreError, match="newer fedquilt"):
-        backup.restore(file, tmp_path / "again")
+        backup.restore_backup(file, tmp_path / "again")
     for headers in ({"GNU.sparse.map": "0,x"}, {"comment": "a" * 30}):
         with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as archive:
             entry = tarfile.TarInfo("manifest")
@@ -70,7 +70,7 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
         content = file.read_bytes().replace(b"42 comment=" + b"a" * 30, b"9" * 30 + b" comment=aa")
         file.write_bytes(content)
         with pytest.raises(StoreError, match="is no whole backup"):
-            backup.restore(file, tmp_path / "again")
+            backup.restore_backup(file, tmp_path / "again")
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
     assert main(["backup", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
 
@@ -84,5 +84,5 @@ def test_a_backup_that_lacks_a_file_of_its_manifest_is_refused(home: Path, tmp_p
             if member is not blob:
                 less.addfile(member, whole.extractfile(member))
     with pytest.raises(StoreError, match=f"{blob.name} is not what was saved"):
-        backup.restore(tmp_path / "less.tar", tmp_path / "again")
+        backup.restore_backup(tmp_path / "less.tar", tmp_path / "again")
     assert not (tmp_path / "again").exists()

@@ -57,9 +57,9 @@ def test_a_range_of_bytes_is_what_was_asked_for_or_refused(
 
 
 def test_a_token_opens_its_blob_for_its_device_and_its_way_alone(site: Site) -> None:
-    other = site.depot.put(b"another's")
+    other = site.depot.store_bytes(b"another's")
     _, upload = site.upload()
-    site.server.grant("b", other)
+    site.server.issue_token("b", other)
     assert site.get(token="")[0] == 403
     assert site.get(token="x" * 32)[0] == 403
     assert site.get(sha256=other.sha256)[0] == 403
@@ -72,7 +72,7 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site: Site) -> No
     site.refused.add(("a", site.ref.sha256))
     assert site.get()[0] == 403
     site.refused.clear()
-    site.server.revoke("a", site.ref.sha256, put=False)
+    site.server.revoke_token("a", site.ref.sha256, put=False)
     assert site.get()[0] == 403
 
 
@@ -120,11 +120,11 @@ def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site: Site) ->
 def put_by_relay(site: Site, intake: Intake, token: str, relay: Relay, folder: Path, payload: bytes) -> list[int]:
     """Put a blob as a board does; returns the bytes of the pieces that have gone."""
     board, moved = Depot(folder / "board"), list[int]()
-    ref = board.put(payload)
+    ref = board.store_bytes(payload)
     source = Source(url=f"http://127.0.0.1:{relay.port}/blobs/{ref.sha256}", token=token)
-    file = board.opened(ref.sha256)
+    file = board.open_blob_file(ref.sha256)
     try:
-        assert over_http.put(over_http.Reach(), (source,), file, ref, moved.append) == 0
+        assert over_http.upload_blob(over_http.Reach(), (source,), file, ref, moved.append) == 0
     finally:
         os.close(file)
         relay.close()
@@ -148,7 +148,7 @@ def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_
     """The first connection's thread had its turn taken before it could make the part the blob."""
     payload = noise(4 * CHUNK, 7)
     intake, token = site.upload(payload)
-    intake.write(memoryview(payload), intake.turn())
+    intake.write(memoryview(payload), intake.replace_writer())
     put_by_relay(site, intake, token, Relay(site.server.port), tmp_path, payload)
 
 
@@ -171,7 +171,7 @@ def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
     named = range_.format(size=size, last=size - 1, more=size + 1)
     assert site.put(token, intake.ref, named, size if length is None else length, b"x" * 1000) in (409, 411)
     assert intake.moved == 0
-    assert site.depot.disk.data_ranges(site.depot._part(intake.ref.sha256)) == []
+    assert site.depot.disk.data_ranges(site.depot._part_path(intake.ref.sha256)) == []
 
 
 def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(site: Site) -> None:
@@ -182,7 +182,7 @@ def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(sit
     (ended,) = site.ended
     assert "1 of 4 chunks" in str(ended.error)
     assert list(intake.had) == [1, 1, 0, 1]
-    assert not site.depot.has(intake.ref)
+    assert not site.depot.has_blob(intake.ref)
     assert site.ask(f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")[0] == 409
 
 
@@ -209,7 +209,7 @@ def identity(site: Certified, name: str, kind: str = "device") -> Identity:
 def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) -> None:
     """A connection that the board has given up may still have bytes on their way."""
     intake, token = site.upload()
-    turn = intake.turn()
+    turn = intake.replace_writer()
     head = f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}"
     assert site.ask(head)[1]["Upload-Offset"] == "0"
     with pytest.raises(ClosedError):
@@ -220,11 +220,11 @@ def test_with_certificates_blobs_go_by_https(tmp_path: Path, fleet: Certified) -
     own = identity(fleet, "coordinator", "coordinator")
     pair = Pair(tmp_path, "a", own=own, boards=lambda device: identity(fleet, device))
     board = pair.boards["a"]
-    down, up = pair.coordinator.depot.put(noise(2_000_000, 1)), board.depot.put(noise(2_000_000, 2))
-    board.transfers.want("a", down)
-    pair.coordinator.transfers.want("a", up)
+    down, up = pair.coordinator.depot.store_bytes(noise(2_000_000, 1)), board.depot.store_bytes(noise(2_000_000, 2))
+    board.transfers.request_blob("a", down)
+    pair.coordinator.transfers.request_blob("a", up)
     pair.play(lambda: bool(board.errors and pair.coordinator.errors))
-    assert pair.places.served.startswith("https://")
+    assert pair.places.server_address.startswith("https://")
     assert pair.broker.chunks == 0
     assert board.depot.load(down.sha256) == noise(2_000_000, 1)
     assert pair.coordinator.depot.load(up.sha256) == noise(2_000_000, 2)
@@ -244,8 +244,8 @@ def test_a_token_is_of_no_use_to_who_has_not_the_board_s_certificate(
         "no certificate": lambda: None,
     }[who]()
     pair = Pair(tmp_path, "a", own=identity(fleet, "coordinator", "coordinator"), boards=lambda device: theirs)
-    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(600_000))
-    board.transfers.want("a", ref)
+    board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(600_000))
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 3  # the broker's rules are others
@@ -259,8 +259,8 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, 
     context.load_cert_chain(files["cert"], files["key"])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.places._base = f"https://127.0.0.1:{listener.getsockname()[1]}"
-        board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(600_000))
-        board.transfers.want("a", ref)
+        board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(600_000))
+        board.transfers.request_blob("a", ref)
         pair.play(lambda: bool(board.transfers._streaming._coming))
         heard = b"never asked"
         with context.wrap_socket(listener.accept()[0], server_side=True) as sealed:

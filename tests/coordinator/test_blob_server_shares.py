@@ -41,8 +41,8 @@ def asking(site: Site, token: str, sha256: str) -> socket.socket:
 
 def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: Site) -> None:
     """Whatever tokens it shows: they are all of one board."""
-    large = [site.depot.put(noise(16_000_000, number)) for number in (1, 2)]
-    tokens = [site.server.grant("greedy", ref) for ref in large]
+    large = [site.depot.store_bytes(noise(16_000_000, number)) for number in (1, 2)]
+    tokens = [site.server.issue_token("greedy", ref) for ref in large]
     with ExitStack() as stack:
         for number in range(PER_BOARD):
             stack.enter_context(asking(site, tokens[number % 2], large[number % 2].sha256))
@@ -59,10 +59,12 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: S
 def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path: Path) -> None:
     """The address has no place for a fourth connection, and no transfer of its boards is ended for another one."""
     site = Site(tmp_path, Connections(Limits(per_address=3)))
-    ref = site.depot.put(noise(16_000_000, 1))
+    ref = site.depot.store_bytes(noise(16_000_000, 1))
     with ExitStack() as stack:
         stack.callback(site.server.close)
-        transfers = [stack.enter_context(asking(site, site.server.grant(name, ref), ref.sha256)) for name in "xyz"]
+        transfers = [
+            stack.enter_context(asking(site, site.server.issue_token(name, ref), ref.sha256)) for name in "xyz"
+        ]
         with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as fourth:
             assert fourth.recv(12) == b"HTTP/1.1 503"
         other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))

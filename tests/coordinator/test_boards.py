@@ -63,7 +63,7 @@ class Watched:
 
     def stored(self, device: str = "a") -> Board:
         with BoardStore(self.home) as store:
-            return next(each for each in store.boards() if each.device == device)
+            return next(each for each in store.load_statuses() if each.device == device)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
     found = watched.stored()
     assert (found.online, found.since, found.board, found.version) == (True, began, "Orin", "0.1.0")
     assert (found.budget_bytes, found.labels, found.doing) == (4, ("site=lab",), None)
-    watched.noted.asked("a", TASK)
+    watched.noted.record_task("a", TASK)
     asked = watched.now
     watched.wait(SOON_S)
     assert watched.stored().doing == Doing("j", 3, "asked", asked)
@@ -94,7 +94,7 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
     sending = watched.stored().doing
     assert sending is not None
     assert sending.step == "sending"
-    watched.noted.answered("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
+    watched.noted.record_ack("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
     watched.wait(SOON_S)
     assert watched.stored().doing is None
 
@@ -103,7 +103,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     """Of the board, however often it is said again, or of the coordinator; giving up a task on request is none."""
     refused = wire.Claim(job="j", round=3, attempt=0, accepted=False, code="memory", reason="12 MB short")
     began = watched.now
-    watched.noted.asked("a", TASK)
+    watched.noted.record_task("a", TASK)
     watched.say("a", refused)
     watched.wait(60.0)
     watched.say("a", refused)
@@ -112,7 +112,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     found = watched.stored()
     assert found.refusal == boards.Refusal(began, "memory", "12 MB short", "j", 3)
     assert found.doing is None
-    watched.noted.answered("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
+    watched.noted.record_ack("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
     watched.wait(SOON_S)
     found = watched.stored()
     assert found.refusal is not None
@@ -141,7 +141,7 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched: Watched) ->
     began = watched.now
     for device in ("a", "b"):
         watched.say(device, wire.Presence(online=True, boot="1"))
-        watched.noted.asked(device, TASK)
+        watched.noted.record_task(device, TASK)
     watched.noted.close()
     watched.now += 3600
     watched.start()
@@ -208,10 +208,10 @@ def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) 
     with BoardStore(watched.home, writes=True) as store:
         store.request_removal(["a"])
     watched.wait(1.0)
-    assert (watched.noted.take_removed(), watched.noted.take_removed()) == (["a"], [])
+    assert (watched.noted.take_removed_devices(), watched.noted.take_removed_devices()) == (["a"], [])
     with BoardStore(watched.home) as store:
-        assert store.boards() == []
-        assert store.readings("a", watched.now - 100, watched.now) == []
+        assert store.load_statuses() == []
+        assert store.load_readings("a", watched.now - 100, watched.now) == []
     watched.say("a", wire.Presence(online=True, boot="1"))
     watched.wait(SOON_S)
     assert watched.stored().online
@@ -227,13 +227,13 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
             watched.wait(10.0)
         watched.wait(40.0)
     with BoardStore(watched.home) as store:
-        fine = store.readings("a", watched.now - 600, watched.now)
+        fine = store.load_readings("a", watched.now - 600, watched.now)
         assert fine[0].power_w == 15.0
         assert (fine[0].power_most_w, fine[0].available_bytes) == (20.0, 80)
-        coarse = store.readings("a", began, began + 86400)
+        coarse = store.load_readings("a", began, began + 86400)
         assert [each.at - began for each in coarse[:3]] == [0, 300, 600]
         assert (coarse[0].power_w, coarse[0].temperature_c) == (15.0, 60.4)
-        assert [each.at for each in store.readings("a", began, began + 20 * 86400)] == [began, began + 3600]
+        assert [each.at for each in store.load_readings("a", began, began + 20 * 86400)] == [began, began + 3600]
     rows = sqlite3.connect(watched.home / boards_store.NAME)
     finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
     rows.close()
@@ -244,19 +244,19 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
 def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path) -> None:
     """Means of watts and battery, the most, the hottest, the least free memory; and so it stays as finer ones go."""
     with BoardStore(tmp_path, writes=True) as store:
-        store.write([Board("a")], [])
+        store.write_telemetry([Board("a")], [])
         for tenth in range(5 * 3600 // 30):
             i = tenth % 10
-            store.write(
+            store.write_telemetry(
                 [],
                 [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, (i + 1) / 10))],
             )
             if tenth % 7 == 0:
-                store.tidy(30.0 * tenth)
-        coarse = store.readings("a", 0, 86400)
+                store.downsample_readings(30.0 * tenth)
+        coarse = store.load_readings("a", 0, 86400)
         assert [each.at for each in coarse] == list(range(0, 5 * 3600 - 300, 300))
         assert {msgspec.structs.astuple(each)[1:] for each in coarse} == {(4.5, 10.0, 9.0, 91, 9, 0.45, 9, 0.9, 0.1)}
-        hours = store.readings("a", 0, 20 * 86400)
+        hours = store.load_readings("a", 0, 20 * 86400)
         assert [each.at for each in hours] == [0, 3600, 7200, 10800]
         assert {(each.power_w, each.power_most_w, each.available_bytes) for each in hours} == {(4.5, 10.0, 91)}
 
@@ -264,11 +264,11 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path)
 def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
     """Its readings go with it: a board that comes later may get its number."""
     with BoardStore(tmp_path, writes=True) as store:
-        store.write([Board("a"), Board("b")], [("a", Reading(30, 1.0)), ("b", Reading(30, 2.0))])
-        store.forget({"b"})
-        store.write([Board("c")], [])
-        assert store.readings("c", 0, 60) == []
-        assert store.readings("a", 0, 60) == [Reading(30, 1.0)]
+        store.write_telemetry([Board("a"), Board("b")], [("a", Reading(30, 1.0)), ("b", Reading(30, 2.0))])
+        store.delete_devices({"b"})
+        store.write_telemetry([Board("c")], [])
+        assert store.load_readings("c", 0, 60) == []
+        assert store.load_readings("a", 0, 60) == [Reading(30, 1.0)]
 
 
 def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:
@@ -281,14 +281,14 @@ def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None
     watched.now += boards_store.FORGOTTEN_S + 1
     watched.wait(TIDY_S)
     with BoardStore(watched.home) as store:
-        assert [each.device for each in store.boards()] == ["b"]
-        assert store.readings("a", 0, 1) == []
+        assert [each.device for each in store.load_statuses()] == ["b"]
+        assert store.load_readings("a", 0, 1) == []
 
 
 def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path) -> None:
     """One that a version before this one has left."""
     with BoardStore(tmp_path) as store:
-        assert (store.boards(), store.latest(0.0), store.readings("a", 0, 100)) == ([], {}, [])
+        assert (store.load_statuses(), store.latest_readings(0.0), store.load_readings("a", 0, 100)) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,17 +307,17 @@ def test_a_database_of_version_1_is_read_as_it_is_and_written_with_what_it_lacks
     db.close()
     old = Reading(30, 7.5, 8.0, battery=0.5)
     with BoardStore(tmp_path) as store:
-        assert store.readings("a", 0, 60) == [old]
-        assert store.latest(60.0) == {"a": old}
+        assert store.load_readings("a", 0, 60) == [old]
+        assert store.latest_readings(60.0) == {"a": old}
     new = Reading(60, 7.0, served=12, drift=0.25, accuracy=0.875)
     with BoardStore(tmp_path, writes=True) as store:
-        store.write([], [("a", new)])
-        assert store.readings("a", 0, 60) == [old, new]
-        store.tidy(1000.0)
-        assert store.readings("a", -90000, 600)[0] == Reading(
+        store.write_telemetry([], [("a", new)])
+        assert store.load_readings("a", 0, 60) == [old, new]
+        store.downsample_readings(1000.0)
+        assert store.load_readings("a", -90000, 600)[0] == Reading(
             0, 7.25, 8.0, battery=0.5, served=12, drift=0.25, accuracy=0.875
         )
-    assert boards.joined(new, 2, Telemetry(served=13, drift=0.1, accuracy=0.9), 60) == Reading(
+    assert boards.add_sample(new, 2, Telemetry(served=13, drift=0.1, accuracy=0.9), 60) == Reading(
         60, 7.0, served=13, drift=0.25, accuracy=0.875
     )
 
@@ -353,7 +353,7 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
         raise StoreError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(BoardStore, "write", full)
+        patched.setattr(BoardStore, "write_telemetry", full)
         for minute in range(10):
             watched.say("a", Telemetry(power_w=float(minute)), wire.Presence(online=minute % 2 == 0, boot="1"))
             watched.wait(60.0)
@@ -371,10 +371,10 @@ def test_it_is_read_while_it_is_written(watched: Watched) -> None:
         writer = sqlite3.connect(watched.home / boards_store.NAME, isolation_level=None)
         writer.execute("begin immediate")
         writer.execute("delete from boards")
-        assert [each.device for each in reader.boards()] == ["a"]
+        assert [each.device for each in reader.load_statuses()] == ["a"]
         writer.execute("commit")
         writer.close()
-        assert reader.boards() == []
+        assert reader.load_statuses() == []
 
 
 def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
@@ -387,12 +387,12 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
     db.commit()
     db.close()
     with BoardStore(watched.home) as store:
-        assert [each.device for each in store.boards()] == ["b"]
+        assert [each.device for each in store.load_statuses()] == ["b"]
 
 
 def test_a_reading_of_one_message_is_that_message() -> None:
     """And a value that is not told is none."""
-    assert boards.joined(None, 1, Telemetry(power_w=3.0), 30) == Reading(30, 3.0, 3.0)
+    assert boards.add_sample(None, 1, Telemetry(power_w=3.0), 30) == Reading(30, 3.0, 3.0)
 
 
 def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
@@ -404,5 +404,5 @@ def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: 
             db.commit()
         (tmp_path / "boards.db").touch()
         with BoardStore(tmp_path) as store:
-            assert store.boards() == []
-            assert store.latest(0.0) == {}
+            assert store.load_statuses() == []
+            assert store.latest_readings(0.0) == {}

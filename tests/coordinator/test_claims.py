@@ -99,10 +99,10 @@ def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
         claims.require_plausible(msgspec.structs.replace(update(), metrics={name: value}), claims.Bounds(), work=False)
 
 
-@pytest.mark.parametrize("name", profiles.names())
+@pytest.mark.parametrize("name", profiles.board_names())
 def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     """A task that takes all of the longest time at the highest watts of the board's own table."""
-    watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
+    watts = [point.busy_w.value for point in profiles.load_board_profile(name).points if point.busy_w is not None]
     if watts:
         assert max(watts) <= claims.highest_power_w(of(*watts))
 
@@ -128,17 +128,17 @@ def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[f
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
     bounds = claims.Bounds(examples=100.0, right=RIGHT)
     if not said:
-        return claims.require_site_boards(given, parts, bounds)
+        return claims.require_site_right(given, parts, bounds)
     with pytest.raises(UpdateError, match=said):
-        claims.require_site_boards(given, parts, bounds)
+        claims.require_site_right(given, parts, bounds)
 
 
 def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
     said = msgspec.structs.replace(PROFILE, boards=5)
-    assert claims.verify_profile(said, None).boards == 0
-    assert claims.verify_profile(said, RIGHT).boards == 2
+    assert claims.limit_profile(said, None).boards == 0
+    assert claims.limit_profile(said, RIGHT).boards == 2
     with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
-        claims.require_site_boards(update(), [], claims.Bounds())
+        claims.require_site_right(update(), [], claims.Bounds())
 
 
 def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
@@ -197,12 +197,12 @@ def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) 
     with pytest.raises(UpdateError, match=said):
         claims.require_plausible(msgspec.structs.replace(update(), metrics=metrics), claims.Bounds(), work=False)
     with pytest.raises(UpdateError, match=said):
-        claims.require_site_boards(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
+        claims.require_site_right(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
 
 
 def of_twelve_classes() -> EvaluationSums:
     """Ten right examples of the first of twelve classes."""
-    none = [0] * (evaluation.bins_of(12) - 1)
+    none = [0] * (evaluation.histogram_bins(12) - 1)
     scores = [10, *none, 0, *none, *[0, *none, 10, *none] * 11]
     return EvaluationSums(
         examples=10, outputs=12, counts=evaluation.pack_counts([10]), scores=evaluation.pack_counts(scores)
@@ -210,7 +210,7 @@ def of_twelve_classes() -> EvaluationSums:
 
 
 def test_an_evaluation_of_twelve_classes_is_consistent() -> None:
-    assert evaluation.inconsistency(of_twelve_classes()) == ""
+    assert evaluation.find_inconsistency(of_twelve_classes()) == ""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fedquilt.coordinator.conduct import (
 def said(conduct: Conduct, messages: int, now_s: float, device: str = "a") -> dict[Verdict, int]:
     counts: dict[Verdict, int] = {}
     for _ in range(messages):
-        verdict = conduct.message(device, 0, now_s)
+        verdict = conduct.admit_message(device, 0, now_s)
         counts[verdict] = counts.get(verdict, 0) + 1
     return counts
 
@@ -61,7 +61,7 @@ def test_one_device_costs_another_nothing() -> None:
 def test_other_work_for_a_device_counts_and_its_debt_is_bounded() -> None:
     """Ten times what it may take at once: it is heard again when BURST_S have been made good."""
     conduct = Conduct()
-    conduct.took("a", 10 * BURST_S, 0.0)
+    conduct.charge_time("a", 10 * BURST_S, 0.0)
     assert said(conduct, 1, 0.0) == {"slowed": 1}
     assert said(conduct, 1, BURST_S / RATE - 1) != {"taken": 1}
     assert said(conduct, 1, BURST_S / RATE + 1) == {"taken": 1}
@@ -89,9 +89,9 @@ def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back() -> N
 def test_a_message_costs_by_its_bytes() -> None:
     """As much as BURST_S of decoding at once: the next one has to wait."""
     conduct = Conduct()
-    assert conduct.message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
-    assert conduct.message("a", 0, 0.0) == "slowed"
-    assert conduct.message("a", 0, MESSAGE_S / RATE + 1) == "taken"
+    assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
+    assert conduct.admit_message("a", 0, 0.0) == "slowed"
+    assert conduct.admit_message("a", 0, MESSAGE_S / RATE + 1) == "taken"
 
 
 def test_who_is_set_aside_stays_so_however_many_others_come() -> None:
@@ -115,7 +115,7 @@ def test_what_the_coordinator_wants_of_a_device_pays_for_itself() -> None:
     """A round that is granted in time is never short, however fast rounds follow each other; nothing is laid up."""
     conduct = Conduct()
     for number in range(1000):
-        conduct.took("a", -ROUND_S, number * 0.01)
+        conduct.charge_time("a", -ROUND_S, number * 0.01)
         assert said(conduct, 10, number * 0.01) == {"taken": 10}
-    conduct.took("a", -100 * BURST_S, 20.0)
+    conduct.charge_time("a", -100 * BURST_S, 20.0)
     assert abs(said(conduct, 10_000, 20.0)["taken"] - BURST_S / MESSAGE_S) <= 2

@@ -12,7 +12,7 @@ from fedquilt.coordinator.contributed import NEVER, Contributed
 def contributed(*rounds: int) -> Contributed:
     found = NEVER
     for round in rounds:
-        found = found.plus(round)
+        found = found.with_round(round)
     return found
 
 
@@ -22,14 +22,14 @@ def test_it_reads_as_the_tuple_of_its_rounds(rounds: tuple[int, ...]) -> None:
     found = contributed(*rounds)
     assert (len(found), tuple(found), bool(found)) == (len(rounds), rounds, bool(rounds))
     assert [round in found for round in range(1002)] == [round in rounds for round in range(1002)]
-    assert found.last == max(rounds, default=None)
+    assert found.last_round == max(rounds, default=None)
     if rounds:
         assert (found[0], found[-1], found[1:]) == (rounds[0], rounds[-1], list(rounds[1:]))
     else:
         with pytest.raises(IndexError):
             found[-1]
-    assert tuple(found.before(8)) == tuple(round for round in rounds if round < 8)
-    assert found.plus(5000) != found == contributed(*rounds)
+    assert tuple(found.rounds_before(8)) == tuple(round for round in rounds if round < 8)
+    assert found.with_round(5000) != found == contributed(*rounds)
     assert "a" not in found
     assert -1 not in found
 
@@ -38,7 +38,7 @@ def test_it_comes_back_from_its_bytes() -> None:
     """10,000 rounds of which a device took part in every tenth take 1,250 bytes."""
     roll = random.Random(1)
     found = contributed(9999, *roll.sample(range(10_000), 1000))
-    assert Contributed.unpack(found.packed()) == found
-    assert hash(Contributed.unpack(found.packed())) == hash(found)
-    assert len(found.packed()) == 1250
-    assert Contributed.unpack(NEVER.packed()) == NEVER
+    assert Contributed.from_bytes(found.to_bytes()) == found
+    assert hash(Contributed.from_bytes(found.to_bytes())) == hash(found)
+    assert len(found.to_bytes()) == 1250
+    assert Contributed.from_bytes(NEVER.to_bytes()) == NEVER

@@ -9,7 +9,7 @@ import plain
 import pytest
 
 from fedquilt.coordinator import deadline
-from fedquilt.coordinator.deadline import Ask, Fleet, Took, amount, expected_s, noted
+from fedquilt.coordinator.deadline import Ask, Fleet, Took, add_duration, predict_duration_s, work_amount
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Work
 
@@ -20,7 +20,7 @@ def cohort(policy: str = "predicted", **changes: float) -> Cohort:
 
 def allowed_s(cohort: Cohort, known: deadline.Known, asked: deadline.Asks) -> float | None:
     """Seconds that the cohort's rule allows."""
-    return deadline.allowed(cohort, known, asked).seconds
+    return deadline.decide_deadline(cohort, known, asked).seconds
 
 
 def asks(amounts: dict[str, float]) -> dict[str, Ask]:
@@ -40,9 +40,9 @@ def test_what_is_long_past_is_forgotten() -> None:
     """A first round that brought all the blocks counts for five rounds."""
     known: deadline.Known = {}
     for round, seconds in enumerate([500.0, 20.0, 20.0, 20.0, 20.0]):
-        known = noted(known, "a", Took(round, seconds, 1.0))
+        known = add_duration(known, "a", Took(round, seconds, 1.0))
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == 600.0
-    known = noted(known, "a", Took(5, 20.0, 1.0))
+    known = add_duration(known, "a", Took(5, 20.0, 1.0))
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
@@ -89,13 +89,13 @@ SURE = {"slack": 0.0}
 def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> None:
     """100 operations: 50 s at 2 a second, 100 s at 1, between them where both were held; else nothing."""
     work = Work(flops=100.0)
-    assert expected_s(work, FAST) == 50.0
-    assert expected_s(work, FAST, "slow") == 100.0
-    assert expected_s(work, FAST, "slow, then fast") == 75.0
-    assert expected_s(work, FAST, "slow, then gone since") is None
-    assert expected_s(work, FAST, "unknown") is None
-    assert expected_s(Work(), FAST) is None
-    assert expected_s(work, None) is None
+    assert predict_duration_s(work, FAST) == 50.0
+    assert predict_duration_s(work, FAST, "slow") == 100.0
+    assert predict_duration_s(work, FAST, "slow, then fast") == 75.0
+    assert predict_duration_s(work, FAST, "slow, then gone since") is None
+    assert predict_duration_s(work, FAST, "unknown") is None
+    assert predict_duration_s(Work(), FAST) is None
+    assert predict_duration_s(work, None) is None
 
 
 def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin() -> None:
@@ -135,7 +135,7 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
         name: (Took(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
         for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
     }
-    fleet = Fleet.of(known)
+    fleet = Fleet.from_durations(known)
     assert fleet.logs == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
     given = allowed_s(cohort(**SURE), known, {"a": Ask(Work(flops=20.0), FAST)})
     # sd^2 = (0.6931^2 + 2.7081^2 + 2 * 0.5^2) / 4 * 4 / 3 = 2.771
@@ -146,10 +146,10 @@ def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> 
     """Held at the slow point they took what it says: the next deadline is that of the fast point, round after round."""
     known: deadline.Known = {}
     ask = {"a": Ask(Work(flops=100.0), FAST)}
-    slow_s = expected_s(Work(flops=100.0), FAST, "slow")
+    slow_s = predict_duration_s(Work(flops=100.0), FAST, "slow")
     given = []
     for round in range(6):
-        known = noted(known, "a", Took(round, 100.0, 100.0, 100.0, slow_s))
+        known = add_duration(known, "a", Took(round, 100.0, 100.0, 100.0, slow_s))
         given.append(allowed_s(cohort(**SURE), known, ask))
     assert given == sorted(given, reverse=True)
     assert given[-1] < 65.0
@@ -174,14 +174,14 @@ def test_the_papers_deadline_never_falls_once_devices_just_meet_it() -> None:
     for round in range(1, 4):
         given = allowed_s(cohort("paper"), known, asks({"a": 1.0}))
         assert given == 60.0
-        known = noted(known, "a", Took(round, given, 1.0))
+        known = add_duration(known, "a", Took(round, given, 1.0))
 
 
 def test_work_is_one_number_also_where_only_the_device_knows_its_examples() -> None:
     """5 operations, and 3 for each example: as for one."""
-    assert amount(Work(flops=5.0, flops_per_example=3.0)) == 8.0
-    assert amount(Work()) == 0.0
-    assert amount(Work(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
+    assert work_amount(Work(flops=5.0, flops_per_example=3.0)) == 8.0
+    assert work_amount(Work()) == 0.0
+    assert work_amount(Work(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
 
 
 def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses() -> None:
@@ -208,8 +208,8 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
     speed = point.flops_per_s
     assert speed is not None
     ask = Ask(Work(flops_per_example=speed), profile)
-    took = Took(0, 110.0, 1.0, 110.0, ask.expected_s(100), 100)
-    assert ask.expected_s(100) == 110.0
+    took = Took(0, 110.0, 1.0, 110.0, ask.predict_duration_s(100), 100)
+    assert ask.predict_duration_s(100) == 110.0
     found = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": ask})
     twice = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": Ask(Work(flops_per_example=2 * speed), profile)})
     assert found is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, key, reasons, told
+from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, ineligibility_reasons, reason_key, reason_text
 from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, KINDS_MOST, Registry
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint
@@ -36,41 +36,41 @@ WANTS = Wants(("numpy", "torch"), Cohort(min_battery=0.2, max_temperature_c=70.0
 )
 def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen: Seen, code: str | None) -> None:
     """At the limits too; a board that charges may be empty."""
-    assert reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
+    assert ineligibility_reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
     assert code is None or code in REASONS
 
 
 def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
     """It has torch, and onnx is needed."""
-    assert reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
+    assert ineligibility_reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
 
 
 def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none() -> None:
     """The reason names the table that a job's author can mend."""
     fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, labels=("site=lab",)))}
-    assert reasons(fleet, Wants(("torch",), Cohort(select=("site=lab",)))) == {"a": "labels"}
-    assert reasons(fleet, Wants(("torch",), Cohort(select=("!site=lab",)))) == {"b": "labels"}
-    assert "[cohort] select" in told("labels")
+    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(select=("site=lab",)))) == {"a": "labels"}
+    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(select=("!site=lab",)))) == {"b": "labels"}
+    assert "[cohort] select" in reason_text("labels")
 
 
 def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
     """A profile that tells of no codecs is of a version that had none but raw."""
     fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8")))}
-    assert reasons(fleet, Wants(("torch",), Cohort(), "int8")) == {"a": "codec"}
-    assert reasons(fleet, Wants(("torch",), Cohort())) == {}
+    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(), "int8")) == {"a": "codec"}
+    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort())) == {}
     assert "[wire]" in REASONS["codec"]
 
 
 def test_by_default_battery_and_heat_exclude_nobody() -> None:
     """A job has to say what it cares for."""
     told = Telemetry(battery=0.0, temperature_c=120.0)
-    assert reasons({"a": Seen(True, PROFILE, told)}, Wants(("torch",), Cohort())) == {}
+    assert ineligibility_reasons({"a": Seen(True, PROFILE, told)}, Wants(("torch",), Cohort())) == {}
 
 
 def test_another_check_can_be_added() -> None:
     """The first that holds gives the reason."""
     checks = (lambda seen, wants: None, lambda seen, wants: "tier")
-    assert reasons({"a": Seen(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
+    assert ineligibility_reasons({"a": Seen(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
 
 
 def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
@@ -78,11 +78,11 @@ def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
     registry = Registry()
     registry.update_presence("a", Presence(online=True, boot="1"), 0.0)
     registry.update_telemetry("a", Telemetry(battery=0.1), 5.0)
-    assert registry.seen(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
-    assert registry.seen(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
+    assert registry.device_views(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
+    assert registry.device_views(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
     registry.update_presence("a", Presence(online=False, boot="1"), 1000.0)
-    assert registry.seen(1000.0 + GRACE_S - 1)["a"].online
-    assert not registry.seen(1000.0 + GRACE_S)["a"].online
+    assert registry.device_views(1000.0 + GRACE_S - 1)["a"].online
+    assert not registry.device_views(1000.0 + GRACE_S)["a"].online
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
@@ -95,15 +95,17 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
             case "on" | "off":
                 kept.update_presence(device, Presence(online=what == "on", boot="1"), now_s)
             case "profile":
-                kept.profile(device, msgspec.structs.replace(PROFILE, engines=("torch",) if place % 2 else ("onnx",)))
+                kept.update_profile(
+                    device, msgspec.structs.replace(PROFILE, engines=("torch",) if place % 2 else ("onnx",))
+                )
             case "cold" | "hot":
                 kept.update_telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
         anew = Registry()
         anew.devices.update(kept.devices)
         anew._stale.update(kept.devices)
-        assert kept.seen(now_s) == anew.seen(now_s)
-        assert kept.able(WANTS.engines, now_s) == anew.able(WANTS.engines, now_s)
-        assert kept.barred(WANTS, now_s) == reasons(anew.seen(now_s), WANTS)
+        assert kept.device_views(now_s) == anew.device_views(now_s)
+        assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
+        assert kept.ineligible_devices(WANTS, now_s) == ineligibility_reasons(anew.device_views(now_s), WANTS)
 
 
 def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,18 +115,18 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.Mo
     registry = Registry()
     for number in range(50):
         registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
-        registry.profile(f"d-{number}", PROFILE)
-    first, able = registry.seen(1.0), registry.able(("torch",), 1.0)
-    registry.barred(WANTS, 1.0)
+        registry.update_profile(f"d-{number}", PROFILE)
+    first, able = registry.device_views(1.0), registry.usable_engines(("torch",), 1.0)
+    registry.ineligible_devices(WANTS, 1.0)
     assert len(looked) == 50
-    assert registry.seen(2.0) is first
-    assert registry.able(("torch",), 2.0) is able
+    assert registry.device_views(2.0) is first
+    assert registry.usable_engines(("torch",), 2.0) is able
     registry.update_presence("d-7", Presence(online=False, boot="1"), 2.0)
-    registry.barred(WANTS, 2.0)  # within the grace it is still there
+    registry.ineligible_devices(WANTS, 2.0)  # within the grace it is still there
     assert len(looked) == 50
-    registry.barred(WANTS, 2.0 + GRACE_S)
+    registry.ineligible_devices(WANTS, 2.0 + GRACE_S)
     assert len(looked) == 51
-    assert len(registry.able(("torch",), 2.0 + GRACE_S)) == 49
+    assert len(registry.usable_engines(("torch",), 2.0 + GRACE_S)) == 49
 
 
 @pytest.mark.parametrize(
@@ -148,13 +150,13 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
     """The code goes into the log; its sentence has package, versions and the beginnings of both contents' digests."""
     board = plain.profile(engines=("numpy",), versions=versions, codecs=("raw",))
     wants = Wants(("numpy",), Cohort(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
-    code = reasons({"a": Seen(True, board)}, wants).get("a")
+    code = ineligibility_reasons({"a": Seen(True, board)}, wants).get("a")
     if said is None:
         assert code is None
         return
     assert code is not None
-    assert key(code) == "plugin"
-    assert said in told(code)
+    assert reason_key(code) == "plugin"
+    assert said in reason_text(code)
 
 
 def test_boards_of_a_kind_share_their_operating_points() -> None:
@@ -163,8 +165,8 @@ def test_boards_of_a_kind_share_their_operating_points() -> None:
 
     def said(device: str, hertz: float) -> object:
         points = (OperatingPoint(name="MAXN", cpu_hz=hertz),)
-        registry.profile(device, msgspec.structs.replace(PROFILE, device=device, points=points))
-        known = registry.profile_of(device)
+        registry.update_profile(device, msgspec.structs.replace(PROFILE, device=device, points=points))
+        known = registry.latest_profile(device)
         assert known is not None
         assert known.points == points
         return known.points

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fedquilt.coordinator.energy_plan import Board, Choice, Plan, front, least_joules, least_seconds
+from fedquilt.coordinator.energy_plan import Board, Choice, Plan, pareto_front, plan_least_energy, plan_least_time
 
 
 def tried(boards: Mapping[str, Board], passes: int) -> list[tuple[float, float]]:
@@ -51,20 +51,20 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
     boards, passes = drawn(seed)
     every = tried(boards, passes)
     cheapest = min((joules, seconds) for seconds, joules in every)
-    assert near(least_joules(boards, passes), cheapest[1], cheapest[0])
+    assert near(plan_least_energy(boards, passes), cheapest[1], cheapest[0])
     fastest_s = min(seconds for seconds, _ in every)
     for share in (0.0, 0.2, 0.5, 0.9):
         limit_s = fastest_s + share * (cheapest[1] - fastest_s) + 1e-9
         joules, seconds = min((joules, seconds) for seconds, joules in every if seconds <= limit_s)
-        assert near(least_joules(boards, passes, limit_s), seconds, joules)
+        assert near(plan_least_energy(boards, passes, limit_s), seconds, joules)
     for spare in (1.0, 1.05, 1.3):
         limit_j = cheapest[0] * spare + 1e-9
         seconds = min(seconds for seconds, joules in every if joules <= limit_j)
-        found = least_seconds(boards, passes, limit_j)
+        found = plan_least_time(boards, passes, limit_j)
         assert found is not None
         assert found.seconds == pytest.approx(seconds)
         assert found.joules <= limit_j
-    told = front(boards, passes)
+    told = pareto_front(boards, passes)
     best, edge = math.inf, []
     for seconds, joules in sorted(every):
         if joules < best - 1e-9:
@@ -82,7 +82,7 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
 def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
     """Its joules are those of its own epochs, each at the cheapest choice in time, and idle until the end."""
     boards, passes = drawn(seed)
-    for plan in front(boards, passes):
+    for plan in pareto_front(boards, passes):
         assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
         above_j = 0.0
         for device, board in boards.items():
@@ -96,10 +96,12 @@ def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int)
     """The law of a bound: what was possible within it stays possible within a wider one."""
     boards, passes = drawn(seed)
     limits = [2.0 * step for step in range(1, 60)]
-    plans = [least_joules(boards, passes, limit) for limit in limits]
+    plans = [plan_least_energy(boards, passes, limit) for limit in limits]
     possible = [plan.joules for plan, limit in zip(plans, limits, strict=True) if plan and plan.seconds <= limit]
     assert possible == sorted(possible, reverse=True)
-    seconds = [plan.seconds for joules in range(50, 3000, 50) if (plan := least_seconds(boards, passes, float(joules)))]
+    seconds = [
+        plan.seconds for joules in range(50, 3000, 50) if (plan := plan_least_time(boards, passes, float(joules)))
+    ]
     reached = [each for each in seconds if each != seconds[0]]
     assert reached == sorted(reached, reverse=True)
 
@@ -109,14 +111,14 @@ def test_waiting_is_paid_for() -> None:
     worker = Board((Choice(10.0, 100.0), Choice(20.0, 80.0)))
     for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
         waiting = Board((Choice(1.0, 5.0),), idle_w=idle_w)
-        assert near(least_joules({"a": worker, "b": waiting}, 2), seconds, joules)
+        assert near(plan_least_energy({"a": worker, "b": waiting}, 2), seconds, joules)
 
 
 def test_energy_adds() -> None:
     """Two cohorts that last as long cost together what each costs, and twice the cohort twice as much."""
     one = {"a": Board((Choice(10.0, 50.0),), idle_w=1.0)}
     other = {"b": Board((Choice(10.0, 30.0),), idle_w=2.0)}
-    plans = [least_joules(boards, len(boards)) for boards in (one, other, {**one, **other})]
+    plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
     joules = [plan.joules for plan in plans if plan]
     assert joules == [60.0, 50.0, 110.0]
 
@@ -125,18 +127,18 @@ def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
     """Three epochs of one and one of the other cost 3 * 5 + 50 J, and not 2 * 5 + 2 * 50 J; nobody trains for none."""
     cheap = Board(tuple(Choice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
     dear = Board(tuple(Choice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
-    plan = least_joules({"cheap": cheap, "dear": dear}, 40)
+    plan = plan_least_energy({"cheap": cheap, "dear": dear}, 40)
     assert plan == Plan(4.0, 65.0, {"cheap": 3, "dear": 1})
 
 
 def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
     """No time within 1 s: the shortest one; none within 1 J: the cheapest one; no work possible: none."""
     boards = {"a": Board((Choice(5.0, 50.0), Choice(9.0, 20.0)))}
-    assert near(least_joules(boards, 1, 1.0), 5.0, 50.0)
-    assert near(least_seconds(boards, 1, 1.0), 9.0, 20.0)
-    assert least_joules(boards, 2) is None
-    assert least_seconds({"a": Board(())}, 1, 9.0) is None
-    assert front({}, 1) == []
+    assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
+    assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
+    assert plan_least_energy(boards, 2) is None
+    assert plan_least_time({"a": Board(())}, 1, 9.0) is None
+    assert pareto_front({}, 1) == []
 
 
 def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> None:
@@ -148,7 +150,7 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
         times = [(n, n * examples * pace) for n in range(1, 9)]
         boards[f"b{index:03d}"] = Board(tuple(Choice(s, watts * s, n) for n, s in times), examples)
     passes = sum(4 * board.examples for board in boards.values())
-    plan = least_joules(boards, passes)
+    plan = plan_least_energy(boards, passes)
     assert plan is not None
     assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
     bounds = []
@@ -161,6 +163,6 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
 def test_a_limit_may_be_reached_to_the_second() -> None:
     """A choice that takes exactly as long as is allowed is within it."""
     board = Board((Choice(1.0, 3.0), Choice(2.0, 1.0)))
-    found = least_joules({"a": board}, 1, limit_s=2.0)
+    found = plan_least_energy({"a": board}, 1, limit_s=2.0)
     assert found is not None
     assert found.seconds == 2.0

@@ -11,8 +11,8 @@ from opened import opened
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import deadline, rounds, settings, tasks
-from fedquilt.coordinator.deadline import Ask, Took, allowed
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rounds, Started, apply
+from fedquilt.coordinator.deadline import Ask, Took, decide_deadline
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rounds, Started, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
@@ -64,7 +64,7 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows() -> None:
 
     The calm point saves 20 J and makes both boards wait for 10 s * 1.1755 longer, at 2 W: 23.5 J. So fast it is.
     """
-    found = allowed(cohort(), KNOWN, BOTH)
+    found = decide_deadline(cohort(), KNOWN, BOTH)
     assert found.epochs == {"dear": 1, "cheap": 3}
     assert found.seconds == pytest.approx(10.0 * P90, rel=1e-3)
 
@@ -72,7 +72,7 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows() -> None:
 def test_without_work_to_move_only_the_time_is_chosen() -> None:
     """Neither `most_work = 1` nor a method that has all boards train alike moves work: 20 s at the fast point."""
     unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
-    for found in (allowed(cohort(most_work=1.0), KNOWN, BOTH), allowed(cohort(), KNOWN, unmovable)):
+    for found in (decide_deadline(cohort(most_work=1.0), KNOWN, BOTH), decide_deadline(cohort(), KNOWN, unmovable)):
         assert found.epochs == {}
         assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
 
@@ -83,7 +83,7 @@ def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_u
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }
     for keys, seconds in (({}, 40.0), ({"seconds_per_round": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
-        found = allowed(cohort(most_work=1.0, **keys), KNOWN, resting)
+        found = decide_deadline(cohort(most_work=1.0, **keys), KNOWN, resting)
         assert found.seconds == pytest.approx(seconds * P90, rel=1e-3)
 
 
@@ -92,21 +92,21 @@ def test_before_anybody_has_answered_it_is_the_predicted_rule() -> None:
     predicted = msgspec.structs.replace(cohort(), deadline="predicted")
     mute = {"dear": training(profile("dear", ("fast", 1.0, None)))}
     for known, asked in (({}, BOTH), (KNOWN, mute)):
-        assert allowed(cohort(), known, asked) == allowed(predicted, known, asked)
+        assert decide_deadline(cohort(), known, asked) == decide_deadline(predicted, known, asked)
 
 
 def test_a_board_whose_joules_are_not_known_keeps_its_epochs_and_is_waited_for() -> None:
     """It takes 100 s, and up to 117.6 s: so the others may be slow, as their waiting is paid anyway."""
     mute = training(profile("mute", ("fast", 0.2, None)))
     known = {**KNOWN, "mute": steady(100.0, 100.0)}
-    found = allowed(cohort(), known, {**BOTH, "mute": mute})
+    found = decide_deadline(cohort(), known, {**BOTH, "mute": mute})
     assert "mute" not in found.epochs
     assert found.seconds == pytest.approx(100.0 * P90, rel=1e-3)
 
 
 def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
     """A plan made without their number could give the board any amount of work."""
-    found = allowed(cohort(), {"dear": KNOWN["dear"]}, BOTH)
+    found = decide_deadline(cohort(), {"dear": KNOWN["dear"]}, BOTH)
     assert "cheap" not in found.epochs
     assert found.seconds is not None
 
@@ -114,33 +114,33 @@ def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
 def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else() -> None:
     """An evaluation and what a task costs besides stay as they are."""
     order = Order({"epochs": 2}, {}, Work(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
-    ask = tasks.ask_of(order, ("work",), "numpy", 0.2, uneven=True)
-    assert (ask.epochs, ask.trained_for(2)) == (2, ask)
-    assert ask.trained_for(3).work == tasks.work_of(tasks.trained_for(order, 3), ("work",), "numpy")
-    both = tasks.ask_of(order, ("work", "check"), "numpy", 0.2, uneven=True)
-    assert both.trained_for(3).work.flops_per_example - both.work.flops_per_example == 3.0
+    ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, uneven=True)
+    assert (ask.epochs, ask.with_epochs(2)) == (2, ask)
+    assert ask.with_epochs(3).work == tasks.predict_work(tasks.with_epochs(order, 3), ("work",), "numpy")
+    both = tasks.predict_workload(order, ("work", "check"), "numpy", 0.2, uneven=True)
+    assert both.with_epochs(3).work.flops_per_example - both.work.flops_per_example == 3.0
     for actions, uneven in ((("check",), True), (("work",), False)):
-        assert tasks.ask_of(order, actions, "numpy", 0.2, uneven=uneven).epochs == 0
-    assert tasks.trained_for(order, None) is order
-    assert tasks.trained_for(None, 3) is None
+        assert tasks.predict_workload(order, actions, "numpy", 0.2, uneven=uneven).epochs == 0
+    assert tasks.with_epochs(order, None) is order
+    assert tasks.with_epochs(None, 3) is None
 
 
 def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without() -> None:
     """The amounts of work are those of the planned epochs; times of later rounds are compared with them."""
     blob = BlobRef(sha256="a" * 64, size=1)
     plan = Plan(0, 5, cohort(), 0)
-    state = msgspec.structs.replace(apply(Rounds(plan), Started(blob), 0.0), took=KNOWN)
-    asked = rounds.decide(state, 0.0, BOTH.keys(), BOTH.__getitem__)
+    state = msgspec.structs.replace(apply_event(Rounds(plan), Started(blob), 0.0), took=KNOWN)
+    asked = rounds.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
     assert isinstance(asked, Asked)
     assert asked.epochs == {"dear": 1, "cheap": 3}
     assert asked.work == {"dear": 1.0, "cheap": 3.0}
-    state = apply(state, asked, 0.0)
+    state = apply_event(state, asked, 0.0)
     assert state.epochs == asked.epochs
     for device in BOTH:
         update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
-        state = apply(state, Answered(0, update, 5.0, 5.0), 5.0)
+        state = apply_event(state, Answered(0, update, 5.0, 5.0), 5.0)
     assert [state.took[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
-    state = apply(apply(state, Closed(0), 5.0), Committed(0, blob, False, {}), 5.0)
+    state = apply_event(apply_event(state, Closed(0), 5.0), Committed(0, blob, False, {}), 5.0)
     assert state.epochs == {}
 
 
@@ -149,27 +149,27 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
     """The log says them. Methods that count all epochs alike are not asked for other ones."""
     network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
     model = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
-    bundle.write(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode(model)})
+    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)})
     table = {"name": "j", "method": method, "params": {"epochs": 4}, "cohort": {"deadline": "energy"}}
     with Store(tmp_path / "home") as store:
-        id = store.add(settings.parse(table), tmp_path / "bundle")
+        id = store.add_job(settings.parse_job(table), tmp_path / "bundle")
         job = opened(store, id)
-        before = job.ask("a", CHEAP)
+        before = job.device_workload("a", CHEAP)
         assert before.epochs == (4 if uneven else 0)
-        job.record(Asked(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
+        job.record_event(Asked(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
         for running in (job, opened(store, id)):
-            sent = {device: running.task(device, "numpy", CHEAP, 0.0) for device in "ab"}
+            sent = {device: running.build_task(device, "numpy", CHEAP, 0.0) for device in "ab"}
             told = {device: task.params["epochs"] for device, task in sent.items() if task}
             assert told == {"a": 7 if uneven else 4, "b": 4}
             works = {device: task.work.flops_per_example for device, task in sent.items() if task}
             assert works["a"] / works["b"] == (7 / 4 if uneven else 1)
             assert sent["a"] is not None
-            assert running.ask("a", CHEAP).work == sent["a"].work
+            assert running.device_workload("a", CHEAP).work == sent["a"].work
 
 
 def test_the_log_tells_the_planned_epochs() -> None:
     """The sentence of a round's cohort has each board's epochs."""
-    told = log._describe_fact(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    told = log._describe_event(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
         "round 3: cohort a, b; deadline 42 s, chosen for it",
         "round 3: epochs, as planned for energy: a 1, b 8",
@@ -188,9 +188,9 @@ def test_the_log_tells_the_planned_epochs() -> None:
 def test_a_bound_that_nothing_heeds_is_refused(keys: dict[str, object], told: str) -> None:
     """The job's settings are refused as they are read, before any board is asked."""
     with pytest.raises(JobError, match=told):
-        settings.parse({"name": "j", "method": "fedavg", "cohort": keys})
+        settings.parse_job({"name": "j", "method": "fedavg", "cohort": keys})
 
 
 def test_every_rule_is_found_by_its_name() -> None:
     """ "energy" is one of the deadline rules."""
-    assert deadline.POLICIES["energy"] is deadline.energy
+    assert deadline.POLICIES["energy"] is deadline.decide_by_energy

@@ -39,7 +39,7 @@ class Returning(Around):
         return self._sessions
 
     def lose(self) -> None:
-        self._broker.lose(self._link)
+        self._broker.lose_client(self._link)
 
     def comes_back(self) -> None:
         self._link, self._sessions = self._broker.connect(), self._sessions + 1
@@ -55,28 +55,28 @@ class Site:
         self.executor = OverLink(self.link, "f", self.depot, 1)
         self.given: set[str] = set()  # what the device may send
         self._own = self.broker.connect()
-        self._own.subscribe(topics.for_device("a"))
+        self._own.subscribe(topics.device_filters("a"))
         self._sends = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
         self.asked: list[str] = []  # what it was asked for, in order
         self.heard: list[Heard] = []
 
     def has(self, payload: bytes) -> BlobRef:
         """A blob that the device has and gives."""
-        ref = self.theirs.put(payload)
+        ref = self.theirs.store_bytes(payload)
         self.given.add(ref.sha256)
         return ref
 
     def step(self) -> None:
         """A twentieth of a second."""
         self.broker.now_s += 0.05
-        self.broker.deliver()
-        self.heard += self.executor.hear(self.broker.now_s)
-        self.executor.due_s(self.broker.now_s)
+        self.broker.deliver_due()
+        self.heard += self.executor.receive_inputs(self.broker.now_s)
+        self.executor.send_pending(self.broker.now_s)
         for message in self._own.receive():
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
             if route.leaf == "get":
                 self.asked.append(wire.decode(message.payload, wire.Get).sha256)
-            self._sends.handle(route, message.payload, self.broker.now_s)
+            self._sends.handle_message(route, message.payload, self.broker.now_s)
         self._sends.step(self.broker.now_s)
 
     def play(self, seconds: float = 3.0) -> list[Heard]:
@@ -97,7 +97,7 @@ class Site:
 
 
 def _route(message: Message) -> wire.Route:
-    return wire.route(message.topic)
+    return wire.parse_topic(message.topic)
 
 
 @pytest.fixture
@@ -111,16 +111,16 @@ def site(tmp_path: Path) -> Site:
 def test_an_update_has_arrived_when_its_last_blob_has(site: Site) -> None:
     """Once, and not with the first; each blob is what the device had."""
     both = [site.has(FIRST), site.has(SECOND)]
-    site.executor.fetch("a", both)
+    site.executor.fetch_blobs("a", both)
     assert site.play() == [Arrived("a")]
-    assert all(site.depot.has(ref) for ref in both)
+    assert all(site.depot.has_blob(ref) for ref in both)
     assert site.play() == []
 
 
 def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Site) -> None:
     """A board that has started anew offers what it had offered before; two bundles may have the same content."""
-    ref = site.depot.put(FIRST)
-    site.executor.fetch("a", [ref, ref])
+    ref = site.depot.store_bytes(FIRST)
+    site.executor.fetch_blobs("a", [ref, ref])
     assert site.play() == [Arrived("a")]
     assert not site.asked
 
@@ -128,25 +128,25 @@ def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Sit
 def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before(site: Site) -> None:
     """Admission examines it at once; that nothing arrives later is for the executor to keep."""
     ref = site.has(FIRST)
-    site.executor.fetch("a", [ref])
+    site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
-    site.executor.fetch("a", [])
+    site.executor.fetch_blobs("a", [])
     assert site.play() == []
-    assert not site.depot.has(ref)
+    assert not site.depot.has_blob(ref)
 
 
 def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_offer_brings_both(site: Site) -> None:
     """Once, though the other blob has been here or comes later."""
     good, bad = site.has(FIRST), site.has(SECOND)
     site.given.remove(bad.sha256)
-    site.executor.fetch("a", [good, bad])
+    site.executor.fetch_blobs("a", [good, bad])
     (told,) = site.play()
     assert isinstance(told, Arrived)
     assert told.error is not None
     assert "not offered" in told.error
     assert site.play() == []
     site.given.add(bad.sha256)
-    site.executor.fetch("a", [good, bad])
+    site.executor.fetch_blobs("a", [good, bad])
     assert site.play() == [Arrived("a")]
 
 
@@ -154,7 +154,7 @@ def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
     """Not once for each blob."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.given.clear()
-    site.executor.fetch("a", both)
+    site.executor.fetch_blobs("a", both)
     (told,) = site.play()
     assert isinstance(told, Arrived)
     assert told.error is not None
@@ -162,23 +162,23 @@ def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
 
 def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the_next(site: Site) -> None:
     """Between two turns: the first update's blob was here already, and its end had not been told yet."""
-    here, other = site.depot.put(FIRST), site.has(SECOND)
-    site.executor.fetch("a", [here])
-    site.executor.fetch("a", [other])
+    here, other = site.depot.store_bytes(FIRST), site.has(SECOND)
+    site.executor.fetch_blobs("a", [here])
+    site.executor.fetch_blobs("a", [other])
     assert site.play() == [Arrived("a")]
-    assert site.depot.has(other)
+    assert site.depot.has_blob(other)
 
 
 def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site: Site) -> None:
     """Its chunks are not asked for anew, and one blob may be here already."""
     both = [site.has(FIRST), site.has(SECOND)]
-    site.executor.fetch("a", both)
+    site.executor.fetch_blobs("a", both)
     site.until_begun(both[0])
-    site.executor.fetch("a", both)
+    site.executor.fetch_blobs("a", both)
     assert site.play() == [Arrived("a")]
     most_bytes = sum(ref.size for ref in both) + PACKET_BYTES
     assert site.executor._transfers.traffic_bytes("a", "up") <= most_bytes
-    site.executor.fetch("a", both)
+    site.executor.fetch_blobs("a", both)
     assert site.play() == [Arrived("a")]
 
 
@@ -186,22 +186,22 @@ def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched
     """What only the first was made of is not waited for."""
     first, second, shared = site.has(FIRST), site.has(SECOND), site.has(b"both have it")
     site.given.remove(first.sha256)
-    site.executor.fetch("a", [first, shared])
+    site.executor.fetch_blobs("a", [first, shared])
     site.step()
-    site.executor.fetch("a", [shared, second])
+    site.executor.fetch_blobs("a", [shared, second])
     assert site.play() == [Arrived("a")]
 
 
 def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(site: Site) -> None:
     """All is to be said again, and no chunk that is here is fetched again."""
     ref = site.has(FIRST)
-    site.executor.fetch("a", [ref])
+    site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
     site.link.lose()
     assert site.play(2.0) == []
     site.link.comes_back()
     assert site.play() == [None, Arrived("a")]
-    assert site.depot.has(ref)
+    assert site.depot.has_blob(ref)
     again_bytes = site.executor._transfers.traffic_bytes("a", "up") - ref.size
     assert again_bytes < ref.size / 2
 
@@ -209,10 +209,10 @@ def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(sit
 def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_again(site: Site) -> None:
     """And what another device is fetched from goes on."""
     ref = site.has(FIRST)
-    site.executor.fetch("a", [ref])
+    site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
-    site.executor.withdraw("a")
-    site.executor.fetch("b", [site.depot.put(SECOND)])
+    site.executor.cancel_task("a")
+    site.executor.fetch_blobs("b", [site.depot.store_bytes(SECOND)])
     assert site.play() == [Arrived("b")]
 
 
@@ -221,7 +221,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
 ) -> None:
     """Each for chunks of another size: there are few sizes, and a manifest of each is made once for everybody."""
     cut = []
-    ref = site.depot.put(bytes(range(256)) * 200)
+    ref = site.depot.store_bytes(bytes(range(256)) * 200)
 
     class Counted(chunks.Cutting):
         def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
@@ -234,7 +234,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
     for device in ("a", "b"):
         for size in range(1024, 40_000, 390):
             get = wire.Get(sha256=ref.sha256, chunk=size)
-            site._own.publish(wire.Topics("f").device(device, "up", "blob/get"), wire.encode(get))
+            site._own.publish(wire.Topics("f").device_topic(device, "up", "blob/get"), wire.encode(get))
     site.play(1.0)
     assert 3 <= len(cut) <= 8
     assert len(set(cut)) == len(cut)
@@ -248,8 +248,8 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
     monkeypatch.setattr(sending, "CUT_BYTES", 1)  # one chunk
     site.link._link.max_payload = 1 << 18
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
-    topics, large = wire.Topics("f"), site.depot.put(bytes(range(250)) * 200)
-    small = site.depot.put(b"small")
+    topics, large = wire.Topics("f"), site.depot.store_bytes(bytes(range(250)) * 200)
+    small = site.depot.store_bytes(b"small")
     if damaged:
         with (site.depot.folder / large.sha256).open("r+b") as file:
             file.seek(40_000)
@@ -257,18 +257,20 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
     asker = site.broker.connect()
     asker.subscribe([f"{topics.root}/dev/{name}/dn/blob/#" for name in "ab"])
     for device, ref in (("a", large), ("b", large), ("b", small)):
-        asker.publish(topics.device(device, "up", "blob/get"), wire.encode(wire.Get(sha256=ref.sha256, chunk=4096)))
+        asker.publish(
+            topics.device_topic(device, "up", "blob/get"), wire.encode(wire.Get(sha256=ref.sha256, chunk=4096))
+        )
     heard = []
     for _ in range(40):
         site.step()
-        site.broker.deliver()
+        site.broker.deliver_due()
         heard.append([(route.device, route.sha256, route.leaf) for route in map(_route, asker.receive())])
     told = [each for step in heard for each in step]
     leaf = "missing" if damaged else "manifest"
     assert told[0] == ("b", small.sha256, "manifest")
     assert sorted(told[1:]) == [("a", large.sha256, leaf), ("b", large.sha256, leaf)]
     assert heard.index(next(each for each in heard if ("a", large.sha256, leaf) in each)) >= 5
-    assert site.depot.has(large) != damaged
+    assert site.depot.has_blob(large) != damaged
 
 
 @pytest.mark.parametrize(("hashed_s", "read"), [(0.0, True), (2.0, False)])
@@ -277,30 +279,30 @@ def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
 ) -> None:
     """The strain that its transfers have counted, after a message about a blob."""
     topics = wire.Topics("f")
-    monkeypatch.setattr(site.executor._transfers, "take_strain", lambda: {"a": hashed_s})
-    site._own.publish(topics.device("a", "up", "blob/get"), wire.encode(wire.Get(sha256="0" * 64, chunk=1024)))
+    monkeypatch.setattr(site.executor._transfers, "take_charges", lambda: {"a": hashed_s})
+    site._own.publish(topics.device_topic("a", "up", "blob/get"), wire.encode(wire.Get(sha256="0" * 64, chunk=1024)))
     site.play(0.2)
     said = wire.Progress(job="j", round=0, attempt=0, fraction=0.5)
-    site._own.publish(topics.device("a", "up", "progress"), wire.encode(said))
+    site._own.publish(topics.device_topic("a", "up", "progress"), wire.encode(said))
     assert (("a", said) in site.play(0.2)) == read
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "stopped"])
 def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) -> None:
     """Who watches it is told how it ended; who comes later finds no round of it."""
-    watcher, topic = site.broker.connect(), wire.Topics("f").job("digits-1")
+    watcher, topic = site.broker.connect(), wire.Topics("f").round_topic("digits-1")
     watcher.subscribe([topic])
     plan = SimpleNamespace(method="fedavg", rounds=3)
     seen = []
     for phase in ("open", end):
         rounds = Rounds(Plan(0, 3, Cohort(), 0), phase=phase)  # type: ignore[arg-type]
-        site.executor.tell(cast("Running", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
+        site.executor.publish_state(cast("Running", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
         site.broker.now_s += 1.0
-        site.broker.deliver()
+        site.broker.deliver_due()
         late = site.broker.connect()
         late.subscribe([topic])
         site.broker.now_s += 1.0
-        site.broker.deliver()
+        site.broker.deliver_due()
         seen += [[one.payload for one in link.receive()] for link in (watcher, late)]
     assert [wire.decode(one, wire.RoundState).phase for one in seen[0] + seen[1] + seen[2][:1]] == ["open", "open", end]
     assert (seen[2][1:], seen[3]) == ([b""], [])

@@ -36,7 +36,7 @@ def play(counts: Exposed, name: str = "digits") -> None:
     ref = BlobRef(sha256="0" * 64, size=1)
     update = Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles={"m": ref}, metrics={}, usage=usage)
     for fact in (Asked(3, 0, ("a", "b")), Answered(3, update), Declined(3, "b", "memory", "12 MB short")):
-        counts.observe(job(name), fact)
+        counts.record_event(job(name), fact)
 
 
 def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
@@ -52,7 +52,7 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     ]
     counts = Exposed(lambda: known, lambda: NOW)
     play(counts)
-    found = values(counts.families())
+    found = values(counts.metric_families())
     wanted = {
         ("fedquilt_updates", "digits"): 1,
         ("fedquilt_joules", "digits"): 2.5,
@@ -79,9 +79,9 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     assert ("fedquilt_board_power_watts", "b") not in found
     assert ("fedquilt_board_heard_timestamp_seconds", "b") not in found
     assert ("fedquilt_board_accuracy_ratio", "a") not in found
-    counts.observe(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
-    counts.observe(job("digits"), Ended("done", ""))
-    found = values(counts.families())
+    counts.record_event(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
+    counts.record_event(job("digits"), Ended("done", ""))
+    found = values(counts.metric_families())
     assert (found["fedquilt_rounds", "digits"], found["fedquilt_jobs_ended", "done"]) == (1, 1)
     assert ("fedquilt_round", "digits") not in found
 
@@ -92,7 +92,7 @@ def test_labels_are_bounded() -> None:
     counts = Exposed(lambda: known, lambda: NOW)
     for index in range(exposed.MOST_JOBS + 20):
         play(counts, f"job-{index}")
-    found = values(counts.families())
+    found = values(counts.metric_families())
     assert sum(key[0] == "fedquilt_board_online" for key in found) == exposed.MOST_BOARDS
     assert (found["fedquilt_boards", "online"], found[("fedquilt_boards_left_out",)]) == (exposed.MOST_BOARDS + 7, 7)
     assert sum(key[0] == "fedquilt_updates" for key in found) == exposed.MOST_JOBS + 1
@@ -113,7 +113,7 @@ def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
 
     counts = Exposed(lambda: [(Board('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
     play(counts)
-    with open_metrics.serve_metrics("127.0.0.1:0", counts.families) as place:
+    with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
         found = {family.name: family for family in parser.text_string_to_metric_families(read(place))}
     assert found["fedquilt_updates"].samples[0].value == 1
     assert found["fedquilt_board_online"].samples[0].labels == {"device": 'a"b\nc'}

@@ -24,14 +24,14 @@ def update(device: str, weight: float = 1.0) -> Update:
 def folded(*devices: str, any_order: bool = False) -> Folding:
     made = Folding(any_order)
     for device in devices:
-        assert made.foreseen(device)
-        made.take(device, folding.told(update(device)), (*(made.total or ()), device))
+        assert made.can_fold_in_order(device)
+        made.include_update(device, folding.fold_inputs(update(device)), (*(made.total or ()), device))
     return made
 
 
 def left(made: Folding, *devices: str, **others: Update) -> tuple[object, list[str]]:
     """Devices left to fold, and the sum that they are added to."""
-    found = made.left({name: update(name) for name in devices} | others)
+    found = made.remaining_devices({name: update(name) for name in devices} | others)
     return made.total, found
 
 
@@ -55,35 +55,35 @@ def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_d
 
 def test_what_does_not_come_after_all_others_cannot_be_added() -> None:
     made = folded("b")
-    assert not made.foreseen("a")
-    assert not made.foreseen("b")
-    assert made.foreseen("c")
-    assert made.holds(update("b"))
-    assert not made.holds(update("b", weight=2.0))
-    assert not made.holds(update("c"))
+    assert not made.can_fold_in_order("a")
+    assert not made.can_fold_in_order("b")
+    assert made.can_fold_in_order("c")
+    assert made.contains_update(update("b"))
+    assert not made.contains_update(update("b", weight=2.0))
+    assert not made.contains_update(update("c"))
 
 
 def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter() -> None:
     answered = {"b": update("b")}
-    assert folded("b").follows("c", answered, {"c", "d"})
-    assert not folded("b").follows("d", answered, {"c", "d"})
-    assert not folded().follows("c", answered, {"c"})  # b has answered and is not folded
-    assert folded("b", any_order=True).follows("d", answered, {"c", "d"})
-    assert folded("b", any_order=True).follows("a", answered, {"a"})
-    assert not folded("b", any_order=True).follows("b", answered, {"b"})
+    assert folded("b").can_fold_now("c", answered, {"c", "d"})
+    assert not folded("b").can_fold_now("d", answered, {"c", "d"})
+    assert not folded().can_fold_now("c", answered, {"c"})  # b has answered and is not folded
+    assert folded("b", any_order=True).can_fold_now("d", answered, {"c", "d"})
+    assert folded("b", any_order=True).can_fold_now("a", answered, {"a"})
+    assert not folded("b", any_order=True).can_fold_now("b", answered, {"b"})
 
 
 def apart(*devices: str, of: Folding | None = None) -> Folding:
     """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
     made = Folding(any_order=True) if of is None else of
-    total = {"w": exact.add(None, np.ones(2, np.float32), len(devices))}
-    made.put_apart({device: folding.told(update(device)) for device in devices}, lambda: total)
+    total = {"w": exact.add_to_sum(None, np.ones(2, np.float32), len(devices))}
+    made.add_pending_sum({device: folding.fold_inputs(update(device)) for device in devices}, lambda: total)
     return made
 
 
 def gathered(made: Folding, *devices: str, **others: Update) -> tuple[float | None, list[str]]:
     updates = {name: update(name) for name in devices} | others
-    made.gather(updates)
+    made.merge_pending_sums(updates)
     total, found = left(made, *devices, **others)
     return None if total is None else float(total["w"].value()[0]), found  # type: ignore[index]
 
@@ -93,14 +93,14 @@ def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() 
     assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
     assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
     made = Folding(any_order=True)
-    made.put_apart({"a": folding.told(update("a"))}, lambda: None)  # who was to make it has not
+    made.add_pending_sum({"a": folding.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
     assert gathered(made, "a") == (None, ["a"])
 
 
 def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes() -> None:
     made = apart("a", "b")
-    assert made.holds(update("a"))
-    assert not made.holds(update("a", weight=2.0))
-    assert not made.foreseen("b")
-    assert not made.follows("b", {}, ["b"])
-    assert made.foreseen("c")
+    assert made.contains_update(update("a"))
+    assert not made.contains_update(update("a", weight=2.0))
+    assert not made.can_fold_in_order("b")
+    assert not made.can_fold_now("b", {}, ["b"])
+    assert made.can_fold_in_order("c")

@@ -18,21 +18,21 @@ from fedquilt.coordinator.store import Store
 def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path: Path) -> None:
     """A coordinator collects between the two steps of `deploy`, which is another process."""
     with Store(tmp_path) as served, Store(tmp_path) as other:
-        collector, put = GarbageCollector(served), other.depot.put
+        collector, put = GarbageCollector(served), other.depot.store_bytes
 
         def overtaken(*given: Any) -> Any:
             ref = put(*given)
             if not other._db.in_transaction:
                 collector.add_all_blobs()
                 assert collector.collect()
-                assert not served.depot.has(ref)
+                assert not served.depot.has_blob(ref)
             return ref
 
-        other.depot.put = overtaken  # type: ignore[method-assign]
+        other.depot.store_bytes = overtaken  # type: ignore[method-assign]
         requests.queue_rollout(other, Plan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
-        (rollout,) = served.rollouts.all()
+        (rollout,) = served.rollouts.readable_rollouts()
         assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"  # type: ignore[union-attr]
 
 
@@ -45,7 +45,7 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     stage.play()
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    doomed, stage.job = stage.job, stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    doomed, stage.job = stage.job, stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.restart()
     stage.play()
     a.answer(ones(3.0))
@@ -60,17 +60,17 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     assert [fact.update.device for fact in stage.told(Answered)] == ["a", "a", "b"]
     assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
     (committed,) = stage.told(Committed)
-    assert stage.store.depot.has(committed.state)
+    assert stage.store.depot.has_blob(committed.state)
     stage.store.close()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path: Path, damaged: bool) -> None:
     with Store(tmp_path) as store:
-        run = store.add(settings.parse(TABLE), tmp_path)
+        run = store.add_job(settings.parse_job(TABLE), tmp_path)
         if damaged:
             store._db.execute("update jobs set status = 'odd' where id = ?", (run,))
             store._db.commit()
-        left, collector = store.depot.put(b"left"), GarbageCollector(store)
+        left, collector = store.depot.store_bytes(b"left"), GarbageCollector(store)
         collector.add_candidates({left.sha256}, soon=True)
-        assert (collector.collect(), store.depot.has(left)) == (not damaged, damaged)
+        assert (collector.collect(), store.depot.has_blob(left)) == (not damaged, damaged)

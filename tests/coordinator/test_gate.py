@@ -21,29 +21,29 @@ class Field:
         self.broker = MemoryBroker()
         self.link = self.broker.connect()
         self.gate = Gate(self.link, TOPICS)
-        self.gate.subscribe(TOPICS.for_coordinator())
+        self.gate.subscribe(TOPICS.coordinator_filters())
         self.devices: dict[str, MemoryLink] = {}
 
     def say(self, device: str, leaf: str = "telemetry", times: int = 1, *, retain: bool = False) -> None:
         link = self.devices.get(device) or self.devices.setdefault(device, self.broker.connect())
         for number in range(times):
-            link.publish(TOPICS.device(device, "up", leaf), b"%d" % number, retain=retain)
+            link.publish(TOPICS.device_topic(device, "up", leaf), b"%d" % number, retain=retain)
 
     def heard(self, after_s: float = 0.01) -> dict[str, int]:
         """Device -> number of its messages that came through, once so much time has passed."""
         self.broker.now_s += after_s
-        self.broker.deliver()
+        self.broker.deliver_due()
         self.gate.now_s = self.broker.now_s
         found: dict[str, int] = {}
         for message in self.gate.receive():
-            device = wire.sender(message.topic)
+            device = wire.device_from_topic(message.topic)
             found[device] = found.get(device, 0) + 1
         return found
 
     def arrived(self) -> int:
         """Number of messages that the broker has sent to the coordinator, and nobody has looked at."""
         self.broker.now_s += 0.01
-        self.broker.deliver()
+        self.broker.deliver_due()
         return len(self.link.inbox)
 
 
@@ -55,8 +55,8 @@ def field() -> Field:
     assert made.heard() == {"a": 1}
     made.say("b", times=FLOOD)
     assert made.heard()["b"] <= BURST_S / MESSAGE_S + 2
-    assert made.gate.take_flooded() == ["b"]
-    assert not made.gate.take_flooded()
+    assert made.gate.take_blocked_devices() == ["b"]
+    assert not made.gate.take_blocked_devices()
     return made
 
 
@@ -75,7 +75,7 @@ def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
     field = Field()
     field.say("b", leaf, FLOOD)
     field.heard()
-    assert field.gate.take_flooded() == ["b"]
+    assert field.gate.take_blocked_devices() == ["b"]
 
 
 def test_it_is_heard_again_after_a_while(field: Field) -> None:
@@ -85,7 +85,7 @@ def test_it_is_heard_again_after_a_while(field: Field) -> None:
     field.say("b")
     field.say("c")
     assert field.heard() == {"b": 1, "c": 1}
-    assert field.link.filters == list(TOPICS.for_coordinator())
+    assert field.link.filters == list(TOPICS.coordinator_filters())
     assert field.gate.next_s() == float("inf")
 
 
@@ -93,7 +93,7 @@ def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(fie
     field.heard(ASIDE_S / 2)
     field.say("a", times=FLOOD)
     field.heard()
-    assert field.gate.take_flooded() == ["a"]
+    assert field.gate.take_blocked_devices() == ["a"]
     field.say("a", times=100)
     field.say("b", times=100)
     assert field.arrived() == 0
@@ -121,7 +121,7 @@ def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Fiel
 
 def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> None:
     """The broker may remember the subscription to all devices: it is undone again at each connection."""
-    field.gate.subscribe(TOPICS.for_coordinator())
+    field.gate.subscribe(TOPICS.coordinator_filters())
     field.say("b", times=100)
     assert field.arrived() == 0
 
@@ -141,7 +141,7 @@ def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
     field.say("b", f"blob/{'0' * 64}/7", 100)
     assert {device for device, count in field.heard().items() if count} >= set("acdefg")
     assert "b" not in field.heard()
-    assert field.link.filters == list(TOPICS.for_coordinator())
+    assert field.link.filters == list(TOPICS.coordinator_filters())
     field.heard(ASIDE_S)
     field.say("b")
     assert field.heard() == {"b": 1}

@@ -37,7 +37,7 @@ class Liar:
     def say(self, leaf: str, message: Any, sha256: str = "") -> None:
         """Publish a message, of a blob if that is given, unless it is larger than any message may be."""
         topics = self.hand.topics
-        topic = topics.blob(LIAR, "up", sha256, leaf) if sha256 else topics.device(LIAR, "up", leaf)
+        topic = topics.blob_topic(LIAR, "up", sha256, leaf) if sha256 else topics.device_topic(LIAR, "up", leaf)
         with contextlib.suppress(WireError):
             self.hand.link.publish(topic, wire.encode(self.change(message)))
 
@@ -59,9 +59,12 @@ class Liar:
         if speaks:
             parts = [self.change(passed.Part(name, 10.0, {}, ("model",))) for name in ("a", "b")]
             given = [Contribution(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
-            bundles = {name: self.hand.depot.put(tensors.encode(each)) for name, each in passed.bundled(given)}
+            bundles = {
+                name: self.hand.depot.store_bytes(tensors.encode_tensors(each))
+                for name, each in passed.bundle_updates(given)
+            }
         else:
-            bundles = {"model": self.hand.depot.put(tensors.encode(ones(7.0)))}
+            bundles = {"model": self.hand.depot.store_bytes(tensors.encode_tensors(ones(7.0)))}
         bundles = {name: self.change(ref) for name, ref in bundles.items()}
         sha256 = next(iter(bundles.values())).sha256
         self.say("manifest", wire.Manifest(sha256=sha256, size=1, chunk=1024, digests=""), sha256)
@@ -131,7 +134,7 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
         assert weight <= 1000.0
     payload = stage.store.depot.load(stage.told(Committed)[-1].state.sha256)
     assert payload is not None
-    bias = tensors.unpack(payload, kind).model["1.bias"]
+    bias = tensors.unpack_state(payload, kind).model["1.bias"]
     assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)
     stage.store.close()
 
@@ -186,7 +189,7 @@ def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_
     two, three = total(own, own), total(own, own, own)
     for sums in (fact.evaluation for fact in committed):
         assert sums is not None
-        assert evaluation.inconsistency(sums) == ""
+        assert evaluation.find_inconsistency(sums) == ""
         assert {**msgspec.structs.asdict(sums), "loss": None} in (
             {**msgspec.structs.asdict(each), "loss": None} for each in (two, three)
         )
@@ -221,7 +224,7 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
     task = next(task for task in reversed(liar.tasks) if task)
     of = {"job": task.job, "round": task.round, "attempt": task.attempt}
     claim = wire.Claim(**of, accepted=False, code="data", reason=odd)
-    liar.link.publish(liar.topics.device("b", "up", "claim"), wire.encode(claim))
+    liar.link.publish(liar.topics.device_topic("b", "up", "claim"), wire.encode(claim))
     honest.answer(ones(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
     stage.play(2.0)
     (declined,) = stage.told(Declined)

@@ -33,17 +33,21 @@ class Round:
     """A job whose devices are played by the test: it hands updates in and closes rounds."""
 
     def __init__(self, folder: Path, table: Mapping[str, Any] = {}, method: Method = fedavg.METHOD) -> None:
-        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
+        bundle.write_bundle(
+            folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
+        )
         self.store = Store(folder / "home")
-        run = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
+        run = self.store.add_job(settings.parse_job({**TABLE, **table}), folder / "bundle")
         self.job = opened(self.store, run, method)
 
     def ask(self, devices: str) -> None:
-        self.job.record(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)
+        self.job.record_event(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)
 
     def update(self, device: str, value: float) -> Update:
         """Of a device whose model has `value` in every entry; its blob is on the coordinator's disk."""
-        ref = self.store.depot.put(tensors.encode({name: np.full_like(array, value) for name, array in MODEL.items()}))
+        ref = self.store.depot.store_bytes(
+            tensors.encode_tensors({name: np.full_like(array, value) for name, array in MODEL.items()})
+        )
         return Update(
             job=self.job.id,
             round=self.job.rounds.round,
@@ -58,14 +62,14 @@ class Round:
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
         taken = self.job.build_update_reader(update := self.update(device, value), None, Bounds())(update)
-        self.job.record(Answered(self.job.rounds.round, taken), 0.0)
+        self.job.record_event(Answered(self.job.rounds.round, taken), 0.0)
 
     def commit(self) -> float:
         """Close the round; the value that the model's entries have come to."""
-        self.job.record(Closed(self.job.rounds.round), 0.0)
-        done = self.job.committing(0.0)()
-        self.job.record(done.fact, 0.0)
-        self.job.committed(done)
+        self.job.record_event(Closed(self.job.rounds.round), 0.0)
+        done = self.job.build_commit(0.0)()
+        self.job.record_event(done.fact, 0.0)
+        self.job.start_next_round(done)
         return float(self.job.state.model["1.bias"][0])
 
 
@@ -110,15 +114,15 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkey
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
-    stage.job._summing._folding.forget()  # as after a restart
+    stage.job._summing._folding.reset()  # as after a restart
     plain = stage.store.depot.load
     gone = stage.job.rounds.answered["c"].bundles["model"].sha256
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
-    stage.job.record(Closed(0), 0.0)
+    stage.job.record_event(Closed(0), 0.0)
     with pytest.raises(LostUpdateError):
-        stage.job.committing(0.0)()
+        stage.job.build_commit(0.0)()
     monkeypatch.setattr(stage.store.depot, "load", plain)
-    stage.job.record(Lost(0, "c", "gone"), 0.0)
+    stage.job.record_event(Lost(0, "c", "gone"), 0.0)
     stage.take("c", 6.0)
     assert stage.commit() == 3.0
 
@@ -128,15 +132,15 @@ def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path: Path, mo
     made = Round(tmp_path, {"wire": {"codec": "fp16"}})
     made.ask("ab")
     made.take("a", 1.0)
-    plain = made.store.depot.stow
+    plain = made.store.depot.store_small
 
     def full(payload: bytes) -> BlobRef:
         raise StoreError("no space left")
 
-    monkeypatch.setattr(made.store.depot, "stow", full)
+    monkeypatch.setattr(made.store.depot, "store_small", full)
     with pytest.raises(StoreError):
         made.take("b", 3.0)
-    monkeypatch.setattr(made.store.depot, "stow", plain)
+    monkeypatch.setattr(made.store.depot, "store_small", plain)
     made.take("b", 3.0)
     assert made.commit() == 2.0
     made.store.close()
@@ -168,7 +172,7 @@ def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: R
     stage.ask("a")
     counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, Bounds())(update)
     stage.job.build_update_reader(update := stage.update("a", 9.0), None, Bounds())(update)
-    stage.job.record(Answered(0, counted), 0.0)
+    stage.job.record_event(Answered(0, counted), 0.0)
     assert stage.commit() == 1.0
 
 
@@ -183,7 +187,7 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
     monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send))
     asked = []
     for _ in range(2):
-        asked.append(stage.job.ask("a", None).work.flops)
+        asked.append(stage.job.device_workload("a", None).work.flops)
         stage.ask("a")
         stage.take("a", 1.0)
         stage.commit()
@@ -205,11 +209,11 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     made.job.method = replace(made.job.method, send=send)
     made.ask("abc")
     for device in "abc":
-        made.job.ask(device, None)
+        made.job.device_workload(device, None)
     held = {id(order.bundles["model"]) for order in made.job._orders.values()}
     assert len(held) == 1
     for device in "abc":
-        made.job.task(device, "numpy", None, 0.0)
+        made.job.build_task(device, "numpy", None, 0.0)
     assert [sent.count(device) for device in "bc"] == [times, times]
     made.store.close()
 
@@ -217,8 +221,8 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
 def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Round) -> None:
     """Two devices' tasks are the same but for their seeds; at a later time less of the deadline is left."""
     stage.ask("ab")
-    first, second = (stage.job.task(device, "numpy", None, 0.0) for device in "ab")
-    later = stage.job.task("a", "numpy", None, 10.0)
+    first, second = (stage.job.build_task(device, "numpy", None, 0.0) for device in "ab")
+    later = stage.job.build_task("a", "numpy", None, 10.0)
     assert first is not None
     assert second is not None
     assert later is not None
@@ -230,14 +234,14 @@ def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Roun
 def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage: Round) -> None:
     """The model that devices are sent is made from the state once more, with the same name."""
     stage.ask("ab")
-    first = stage.job.task("a", "numpy", None, 0.0)
+    first = stage.job.build_task("a", "numpy", None, 0.0)
     assert first is not None
-    stage.store.depot.drop(first.bundles["model"].sha256)
-    assert not stage.store.depot.has(first.bundles["model"])
-    second = stage.job.task("b", "numpy", None, 1.0)
+    stage.store.depot.remove_blob(first.bundles["model"].sha256)
+    assert not stage.store.depot.has_blob(first.bundles["model"])
+    second = stage.job.build_task("b", "numpy", None, 1.0)
     assert second is not None
     assert second.bundles == first.bundles
-    assert stage.store.depot.has(second.bundles["model"])
+    assert stage.store.depot.has_blob(second.bundles["model"])
 
 
 class Lives:
@@ -254,11 +258,11 @@ class Lives:
         """Seconds that are left of the deadline once a coordinator is back, when the wall clock is so much later."""
         self.wall_s += passed_s
         with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
-            row = self.made.store.job(self.made.job.id)
+            row = self.made.store.find_job(self.made.job.id)
             job = Running(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
-            job.continue_from(job.opening()(), 7.0)
+            job.continue_from(job.build_state_loader()(), 7.0)
         assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
-        return job.rounds.deadline_left_s(7.0)
+        return job.rounds.remaining_s(7.0)
 
 
 @pytest.mark.parametrize(

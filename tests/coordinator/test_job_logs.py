@@ -10,7 +10,7 @@ from stored_runs import Run, blob_of, of, state
 
 from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Started
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import encoded
+from fedquilt.coordinator.store_rows import encode_lossless
 
 
 def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
@@ -25,7 +25,7 @@ def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run:
     assert run.store.referenced_blobs() == {*of_run, state(77).sha256}
     assert not [line for line in said if "order by seq" in line]
     with Store(run.store.home) as another:
-        another.append(run.id, Answered(3, of(run.id, "c", 3)))
+        another.append_event(run.id, Answered(3, of(run.id, "c", 3)))
     assert blob_of(run.id, "c", 3) < run.store.referenced_blobs()
     assert len([line for line in said if "order by seq" in line]) == 1
     run.record(Closed(3), Committed(3, state(3), False, {}))
@@ -49,15 +49,15 @@ def test_what_another_process_has_written_between_two_facts_of_this_one_is_neede
 ) -> None:
     """Else the blobs of an update that counts would be taken for leftovers."""
     before = run.store.referenced_blobs()
-    often().append(run.id, Answered(3, of(run.id, "c", 3)))
-    run.store.append(run.id, Answered(3, of(run.id, "b", 3)))
+    often().append_event(run.id, Answered(3, of(run.id, "c", 3)))
+    run.store.append_event(run.id, Answered(3, of(run.id, "b", 3)))
     assert run.store.referenced_blobs() == before | blob_of(run.id, "b", 3) | blob_of(run.id, "c", 3)
 
 
 def append_and_fail(made: Run) -> None:
     """A fact whose transaction is taken back."""
     with made.store._write_transaction():
-        made.store._rows.append([(made.id, 1.0, encoded(made.id, Answered(3, of(made.id, "b", 3))))])
+        made.store._rows.append_events([(made.id, 1.0, encode_lossless(made.id, Answered(3, of(made.id, "b", 3))))])
         raise RuntimeError
 
 
@@ -67,7 +67,7 @@ def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> No
     with pytest.raises(RuntimeError):
         append_and_fail(run)
     assert run.store.referenced_blobs() == before
-    assert run.store.unsound() == []
+    assert run.store.find_damaged_ids() == []
 
 
 def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], 
     made.record(Ended("done"))
     later, said = often(), list[str]()
     later._db.set_trace_callback(said.append)
-    assert (later.referenced_blobs(), later.unsound()) == ({state(0).sha256}, [])
+    assert (later.referenced_blobs(), later.find_damaged_ids()) == ({state(0).sha256}, [])
     assert not [line for line in said if "order by seq" in line]
     assert made.store._db.execute("select length(body) from snapshots").fetchall() == [(0,)]
 

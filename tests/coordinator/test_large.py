@@ -65,7 +65,7 @@ def played(folder: Path, order: str, worker: Here | None, **table: Any) -> Stage
 
 def settle(stage: Stage) -> None:
     """Wait for the thread, and take its results."""
-    while stage.worker is not None and not stage.worker.idle:
+    while stage.worker is not None and not stage.worker.is_idle:
         select.select(stage.worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
 
@@ -78,7 +78,7 @@ def blobs(stage: Stage) -> set[str]:
     """Blobs that are on the coordinator's disk, with or without a file of their own."""
     depot = stage.store.depot
     refs = [ref for fact in stage.told(Answered) for ref in fact.update.bundles.values()]
-    return {ref.sha256 for ref in refs if depot.has(ref)}
+    return {ref.sha256 for ref in refs if depot.has_blob(ref)}
 
 
 @pytest.mark.parametrize("order", ["abc", "cab"])
@@ -101,7 +101,7 @@ def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
         hands = {each: stage.hand(each) for each in "abc"}
         stage.play()
         for each in "cab":
-            hands[each].answer(compression.encode(Encoding(codec="fp16"), ones(VALUES[each]), {}, {})[0])
+            hands[each].answer(compression.encode_bundle(Encoding(codec="fp16"), ones(VALUES[each]), {}, {})[0])
             stage.play()
         assert not [fact.reason for fact in stage.told(Rejected)]
         found.append(states(stage))
@@ -114,7 +114,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(Folded)] == [("c",), ("a", "c")]
-    assert [stage.store.depot.has(fact.sum) for fact in stage.told(Folded)] == [False, True]
+    assert [stage.store.depot.has_blob(fact.sum) for fact in stage.told(Folded)] == [False, True]
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
@@ -130,7 +130,7 @@ def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> Non
     """After every second update here, and not after each one that follows a first sum."""
     worker, model = eager(), ones(1.0)
     own_bytes = 16 * sum(array.size for array in model.values())
-    worker.stored_at = 1.5 * len(tensors.encode(model)) / own_bytes
+    worker.stored_at = 1.5 * len(tensors.encode_tensors(model)) / own_bytes
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 5})
     hands = [stage.hand(name) for name in "abcde"]
     stage.play()
@@ -150,19 +150,19 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
     """The sum is on the disk and the log does not name it: the update is there still, and folded anew."""
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "c", None)
-    append = Store.append
+    append = Store.append_event
 
     def dies(store: Store, id: str, fact: AnyFact) -> None:
         if isinstance(fact, Folded):
             raise Killed
         append(store, id, fact)
 
-    monkeypatch.setattr(Store, "append", dies)
+    monkeypatch.setattr(Store, "append_event", dies)
     stage.worker = eager()
     stage.restart()
     with pytest.raises(Killed):
         stage.play()
-    monkeypatch.setattr(Store, "append", append)
+    monkeypatch.setattr(Store, "append_event", append)
     stage.worker = eager()
     stage.restart()
     stage.play()
@@ -219,7 +219,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
         hands[name].answer(ones(1.0))
         stage.play()
         settle(stage)
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     hands["c"].answer(ones(2.0))
     stage.play(25.0)
     assert stage.broker.now_s > 20.0
@@ -242,7 +242,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     stage.play()
     settle(stage)
     stage.play()
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(ones(1.0))
     stage.play()
     begun = worker._open
@@ -251,7 +251,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
         stage.play()
     assert worker._open == begun == 2
     gate.set()
-    while not worker.idle or not stage.told(Committed):
+    while not worker.is_idle or not stage.told(Committed):
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
     assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
@@ -268,7 +268,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     stage.play()
     settle(stage)
     stage.play()
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(ones(1.0))
     stage.play()
     hand.say("claim", wire.Claim(update.job, 0, 0, accepted=False, code="failed", reason="out of memory"))
@@ -279,7 +279,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
 
     monkeypatch.setattr(Summing, "read_large_update", gone)
     gate.set()
-    while not worker.idle:
+    while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
     assert [fact.device for fact in stage.told(Declined)] == ["a"]
@@ -296,7 +296,7 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     ref = stage.told(Answered)[-1].update.bundles["model"]
     assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
     assert (stage.told(Folded)[-1].round, stage.told(Folded)[-1].devices) == (1, ("a",))
-    assert stage.store.depot.has(ref)
+    assert stage.store.depot.has_blob(ref)
 
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
     stage.worker.go_on()
     stage.play()
     assert {hand.tasks[-1].epoch for hand in stage.hands if hand.tasks[-1]} == {stage.store.epoch}
-    assert stage.store.depot.has(sent.pop())
+    assert stage.store.depot.has_blob(sent.pop())
 
 
 def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monk
 
     worker = Slow()
     stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(summing, "stored", fails)
+    monkeypatch.setattr(summing, "store_tensors", fails)
     worker.go_on()
     stage.play()
     assert [fact.reason for fact in stage.told(Ended)] == ["ValueError: no such layer"]
@@ -344,14 +344,14 @@ class Slow(Here):
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property
-    def idle(self) -> bool:
-        return not self.begun and super().idle
+    def is_idle(self) -> bool:
+        return not self.begun and super().is_idle
 
-    def start(self, piece: Any, then: Any) -> None:
+    def submit(self, piece: Any, then: Any) -> None:
         self.begun.append((piece, then))
 
     def go_on(self) -> None:
-        super().start(*self.begun.popleft())
+        super().submit(*self.begun.popleft())
 
 
 def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path: Path) -> None:

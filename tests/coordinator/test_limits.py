@@ -16,7 +16,7 @@ from fedquilt.core import JobError
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     """A coordinator without limits.toml deletes no run."""
     assert limits.load_limits(tmp_path) == Limits()
-    assert Retention().older_s is None
+    assert Retention().older_than_s is None
 
 
 def test_what_the_file_says_holds(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
     (tmp_path / limits.FILE).write_text(text)
     found = limits.load_limits(tmp_path)
     assert found == Limits(3, Submitter(2, 0.5), Retention(10, "2d"))
-    assert found.retention.older_s == 2 * 86400.0
+    assert found.retention.older_than_s == 2 * 86400.0
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: s
 def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process resumes the run between the look for old runs and their deletion."""
     with Store(tmp_path) as store, Store(tmp_path) as other:
-        ids = [store.add(JOB, tmp_path / "bundle") for _ in range(2)]
+        ids = [store.add_job(JOB, tmp_path / "bundle") for _ in range(2)]
         for id in ids:
             store.set_status(id, "stopped")
 
         def old(*args: object) -> list[str]:
-            requests.resume(other, ids[0])
+            requests.resume_run(other, ids[0])
             return ids
 
-        monkeypatch.setattr(housekeeping, "old", old)
+        monkeypatch.setattr(housekeeping, "select_expired_runs", old)
         assert housekeeping.remove_expired_runs(store, Retention(keep=0), 0.0) == [ids[1]]
-        assert [row.id for row in store.jobs()] == [ids[0]]
+        assert [row.id for row in store.readable_jobs()] == [ids[0]]

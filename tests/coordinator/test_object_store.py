@@ -43,9 +43,9 @@ def test_an_address_is_signed_as_by_aws_s_own_library(
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
 
-    bucket = Bucket.parse(url, {**KEYS, "AWS_SESSION_TOKEN": session})
+    bucket = Bucket.from_url(url, {**KEYS, "AWS_SESSION_TOKEN": session})
     bucket.clock = lambda: NOW_S
-    ours = bucket.signed(method, name, size)  # type: ignore[arg-type]
+    ours = bucket.sign_url(method, name, size)  # type: ignore[arg-type]
     now = datetime.datetime.fromtimestamp(NOW_S, datetime.timezone.utc)
     for place in ("get_current_datetime", "datetime"):
         if hasattr(auth, place):
@@ -70,16 +70,16 @@ class _Module:
 )
 def test_an_address_of_no_bucket_is_refused_without_quoting_it(url: str) -> None:
     with pytest.raises(JobError, match="HOST") as refused:
-        Bucket.parse(url, KEYS)
+        Bucket.from_url(url, KEYS)
     assert "u:p" not in str(refused.value)
 
 
 def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
     with pytest.raises(JobError, match="AWS_ACCESS_KEY_ID"):
-        Bucket.parse("https://store.site/bucket", {})
-    bucket = Bucket.parse("https://store.site/bucket", KEYS)
+        Bucket.from_url("https://store.site/bucket", {})
+    bucket = Bucket.from_url("https://store.site/bucket", KEYS)
     assert "secret" not in repr(bucket)
-    assert "Signature" not in repr(bucket.source("GET", "x"))
+    assert "Signature" not in repr(bucket.sign_source("GET", "x"))
 
 
 # -- a store --
@@ -98,14 +98,14 @@ class Site:
     def __init__(self, folder: Path, origin: str, listen: str | None = None) -> None:
         port = urlsplit(origin).port or 0
         self.relay = Relay(port)
-        self.bucket = Bucket.parse(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
+        self.bucket = Bucket.from_url(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
         self.direct = object_stores.bucket(origin)
         self.pair = Pair(folder, "a", "b", where=Where(listen, None, self.bucket))
         self.pair.others.append(self.relay.close)
         self.pair.play(lambda: self.pair.places._stored._clock_known)
 
     def there(self, name: str) -> bool:
-        return asked(self.direct.signed("HEAD", name), "HEAD")[0] == 200
+        return asked(self.direct.sign_url("HEAD", name), "HEAD")[0] == 200
 
 
 @pytest.fixture
@@ -117,11 +117,11 @@ def site(tmp_path: Path, moto: str) -> Iterator[Site]:
 
 def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> None:
     """The first board may have begun over the broker."""
-    pair, ref = site.pair, site.pair.coordinator.depot.put(noise(12 * CHUNK))
-    pair.boards["a"].transfers.want("a", ref)
+    pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
+    pair.boards["a"].transfers.request_blob("a", ref)
     pair.broker.chunks_most = 3  # it ends only if the rest comes from the store
     pair.play(lambda: bool(pair.boards["a"].errors))
-    pair.boards["b"].transfers.want("b", ref)
+    pair.boards["b"].transfers.request_blob("b", ref)
     pair.broker.chunks_most = pair.broker.chunks
     pair.play(lambda: bool(pair.boards["b"].errors))
     for name, board in pair.boards.items():
@@ -132,20 +132,20 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> N
 
 def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site: Site) -> None:
     """As a bucket's own rules do after some days."""
-    pair, ref = site.pair, site.pair.coordinator.depot.put(noise(12 * CHUNK))
+    pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     name, there = f"fleet/dn/{ref.sha256}", pair.places._stored._there
-    pair.boards["a"].transfers.want("a", ref)
+    pair.boards["a"].transfers.request_blob("a", ref)
     pair.play(lambda: ref.sha256 in there)
-    assert asked(site.direct.signed("DELETE", name), "DELETE")[0] == 204
+    assert asked(site.direct.sign_url("DELETE", name), "DELETE")[0] == 204
     there[ref.sha256] = time.monotonic()
-    pair.boards["b"].transfers.want("b", ref)
+    pair.boards["b"].transfers.request_blob("b", ref)
     pair.play(lambda: site.there(name))
 
 
 def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
     pair, board = site.pair, site.pair.boards["a"]
-    ref = board.depot.put(noise(12 * CHUNK, 3))
-    pair.coordinator.transfers.want("a", ref)
+    ref = board.depot.store_bytes(noise(12 * CHUNK, 3))
+    pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert pair.coordinator.errors == {("a", ref.sha256): None}
     assert pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 3)
@@ -157,9 +157,9 @@ def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
 def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: Site, way: str) -> None:
     pair, board = site.pair, site.pair.boards["a"]
     giver, taker = (pair.coordinator, board) if way == "dn" else (board, pair.coordinator)
-    ref = giver.depot.put(noise(12 * CHUNK, 4))
+    ref = giver.depot.store_bytes(noise(12 * CHUNK, 4))
     if way == "dn":
-        pair.boards["b"].transfers.want("b", ref)
+        pair.boards["b"].transfers.request_blob("b", ref)
         pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
     pair.broker.chunks = 0
 
@@ -168,7 +168,7 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: 
         return 5 * CHUNK + 1000
 
     site.relay.most = cut
-    taker.transfers.want("a", ref)
+    taker.transfers.request_blob("a", ref)
     pair.play(lambda: bool(taker.errors))
     assert taker.errors == {("a", ref.sha256): None}
     assert taker.depot.load(ref.sha256) == noise(12 * CHUNK, 4)
@@ -179,9 +179,9 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: 
 def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path: Path, moto: str) -> None:
     site = Site(tmp_path, moto, "127.0.0.1:0")
     board = site.pair.boards["a"]
-    ref = board.depot.put(noise(12 * CHUNK, 5))
+    ref = board.depot.store_bytes(noise(12 * CHUNK, 5))
     site.relay.closed = True
-    site.pair.coordinator.transfers.want("a", ref)
+    site.pair.coordinator.transfers.request_blob("a", ref)
     site.pair.play(lambda: bool(site.pair.coordinator.errors))
     assert site.pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 5)
     assert site.pair.broker.chunks == 0
@@ -194,15 +194,15 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
     """A store answers 403 to such an address."""
     caplog.set_level(0, "fedquilt")
     pair, board = site.pair, site.pair.boards["a"]
-    ref = pair.coordinator.depot.put(noise(4 * CHUNK, 6))
-    pair.boards["b"].transfers.want("b", ref)
+    ref = pair.coordinator.depot.store_bytes(noise(4 * CHUNK, 6))
+    pair.boards["b"].transfers.request_blob("b", ref)
     pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
     body = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
     store = Canned(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     pair.others.append(store.close)
     site.bucket.origin = f"http://127.0.0.1:{store.port}"
     pair.broker.chunks = 0
-    board.transfers.want("a", ref)
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 4
@@ -216,16 +216,16 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
 def test_a_clock_that_is_years_off_signs_by_the_store_s(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     site.bucket.clock = lambda: 0.0
     site.pair.places._stored._clock_known = False
-    site.pair.places._stored.look()
+    site.pair.places._stored.request_clock()
     site.pair.play(lambda: site.pair.places._stored._clock_known)
     assert abs(site.bucket.offset_s - time.time()) < 3600
-    stamp = site.bucket.signed("GET", "x").partition("X-Amz-Date=")[2][:4]
+    stamp = site.bucket.sign_url("GET", "x").partition("X-Amz-Date=")[2][:4]
     assert stamp == str(time.gmtime().tm_year)
     assert "clock" in caplog.text
 
 
 def test_a_date_that_is_none_changes_no_clock() -> None:
-    bucket = Bucket.parse("https://store.site/bucket", KEYS)
+    bucket = Bucket.from_url("https://store.site/bucket", KEYS)
     assert bucket.set_clock("yesterday") == 0.0
     assert bucket.set_clock(email.utils.formatdate(time.time() + 1e6)) > 9e5
     assert bucket.offset_s > 9e5
@@ -236,10 +236,10 @@ def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(stored, "REST_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]
-    first, second = (pair.coordinator.depot.put(noise(4 * CHUNK, seed)) for seed in (7, 8))
-    board.transfers.want("a", first)
+    first, second = (pair.coordinator.depot.store_bytes(noise(4 * CHUNK, seed)) for seed in (7, 8))
+    board.transfers.request_blob("a", first)
     pair.play(lambda: bool(board.errors) and pair.places._stored._not_before_s > time.monotonic())
-    board.transfers.want("a", second)
+    board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
     assert set(board.errors.values()) == {None}
     assert pair.places._stored._wanted == {}

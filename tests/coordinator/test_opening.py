@@ -29,28 +29,31 @@ class Slow(Here):
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property
-    def idle(self) -> bool:
-        return not self.begun and super().idle
+    def is_idle(self) -> bool:
+        return not self.begun and super().is_idle
 
-    def start(self, piece: Any, then: Any) -> None:
+    def submit(self, piece: Any, then: Any) -> None:
         self.begun.append((piece, then))
 
     def go_on(self) -> None:
         while self.begun:
-            super().start(*self.begun.popleft())
+            super().submit(*self.begun.popleft())
 
 
 def large(stage: Stage, name: str = "large", **table: Any) -> str:
     """Queue a job whose bundle is for the worker, as it has a file besides its model."""
     folder = stage.folder / f"{name}.bundle"
-    files = {"model": tensors.encode(MODEL), "more": tensors.encode({"x": np.zeros(SMALL_BYTES, np.float32)})}
-    bundle.write(folder, {"network": NETWORK, "flops": 8}, files)
+    files = {
+        "model": tensors.encode_tensors(MODEL),
+        "more": tensors.encode_tensors({"x": np.zeros(SMALL_BYTES, np.float32)}),
+    }
+    bundle.write_bundle(folder, {"network": NETWORK, "flops": 8}, files)
     stage.all, stage.server._only = True, None
-    return stage.store.add(settings.parse({**TABLE, "name": name, **table}), folder)
+    return stage.store.add_job(settings.parse_job({**TABLE, "name": name, **table}), folder)
 
 
 def facts(stage: Stage, id: str) -> list[AnyFact]:
-    return [fact for _, _, fact in stage.store.facts(id)]
+    return [fact for _, _, fact in stage.store.read_events(id)]
 
 
 class Killed(BaseException):
@@ -66,14 +69,14 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     stage.play()
     a.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert (facts(stage, id), len(worker.begun)) == ([], 1)
     worker.go_on()
     stage.play()
     assert [type(fact) for fact in facts(stage, id)][:1] == [Started]
     a.answer(ones())
     stage.play()
-    assert stage.store.status(id) == "done"
+    assert stage.store.stored_status(id) == "done"
     stage.store.close()
 
 
@@ -81,7 +84,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blob is on the disk and no fact names it."""
-    append = Store.append
+    append = Store.append_event
 
     def dies(store: Store, id: str, fact: AnyFact) -> None:
         if isinstance(fact, Started):
@@ -97,10 +100,10 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
         stage.play()
         worker.go_on()
         if name == "killed":
-            monkeypatch.setattr(Store, "append", dies)
+            monkeypatch.setattr(Store, "append_event", dies)
             with pytest.raises(Killed):
                 stage.play()
-            monkeypatch.setattr(Store, "append", append)
+            monkeypatch.setattr(Store, "append_event", append)
             stage.worker = worker = Slow()
             stage.restart()
             stage.play()
@@ -154,10 +157,10 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
     stage.play()
     stage.store.set_status(id, "stopping")
     stage.play()
-    assert stage.store.status(id) == "stopping"
+    assert stage.store.stored_status(id) == "stopping"
     worker.go_on()
     stage.play()
-    assert stage.store.status(id) == "stopped"
+    assert stage.store.stored_status(id) == "stopped"
     assert facts(stage, id)[-1] == Ended("stopped", "by request")
     stage.store.close()
 
@@ -174,10 +177,10 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
     stage.server._desk.collect_garbage()
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, Started)]
-    assert stage.store.depot.has(started.state)
+    assert stage.store.depot.has_blob(started.state)
     a.answer(ones())
     stage.play()
-    assert stage.store.status(id) == "done"
+    assert stage.store.stored_status(id) == "done"
     stage.store.close()
 
 
@@ -189,12 +192,14 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
         shutil.rmtree(tmp_path / "bundle")
     elif why == "engine":
         network = {**NETWORK, "name": "resnet"}
-        bundle.write(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode(MODEL)})
+        bundle.write_bundle(
+            tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
+        )
     elif why == "method":
         stage.server._opening._load = lambda name: {}[name]  # type: ignore[index]
     else:
         stage.store.set_status(stage.job, "stopping")
-    watcher, topic = stage.broker.connect(), wire.Topics("f").job(stage.job)
+    watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)
     watcher.subscribe([topic])
     stage.play()
     told, cleared = watcher.receive()

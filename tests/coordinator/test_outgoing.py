@@ -22,13 +22,13 @@ def test_the_next_repetition_is_that_of_the_earliest_open_task() -> None:
         now_s, device = float(step), f"d{draw.randrange(12)}"
         match draw.randrange(4):
             case 0:
-                issues.send(device, TASK, b"x", now_s)
+                issues.send_task(device, TASK, b"x", now_s)
             case 1:
-                issues.withdraw(device)
+                issues.cancel_task(device)
             case 2:
-                issues.be_patient(device)
+                issues.slow_resends(device)
             case _:
                 due = [name for name, issue in issues._open.items() if now_s >= issue.due_s]
-                assert sorted(issues.due(now_s)) == sorted(due)
-        assert issues.next_s() == min((issue.due_s for issue in issues._open.values()), default=math.inf)
+                assert sorted(issues.take_due_devices(now_s)) == sorted(due)
+        assert issues.next_repetition_s() == min((issue.due_s for issue in issues._open.values()), default=math.inf)
     assert len(issues._agenda) < 200

@@ -51,14 +51,14 @@ class Slow(Here):
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property
-    def idle(self) -> bool:
-        return super().idle and not self.begun
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.begun
 
-    def start(self, piece: Any, then: Any) -> None:
+    def submit(self, piece: Any, then: Any) -> None:
         self.begun.append((piece, then))
 
     def go_on(self) -> None:
-        super().start(*self.begun.popleft())
+        super().submit(*self.begun.popleft())
 
 
 class Paced(Stage):
@@ -193,7 +193,7 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -
 def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path: Path) -> None:
     """A twentieth of its deadline later it waits for nobody: neither for who waits nor for whose update is read."""
     stage = Paced(tmp_path)
-    (job,) = stage.server.jobs()
+    (job,) = stage.server.active_jobs()
     assert job.rounds.state is not None
     job.rounds = replace(job.rounds, ordered=Started(job.rounds.state, actions=("work",), deadline_s=20.0))
     stage.answer("abcdef")
@@ -355,14 +355,14 @@ class Noted(Paced):
     """What boards do is noted, as `fedquilt serve` does."""
 
     def start(self) -> None:
-        assert self.store.lock()
+        assert self.store.acquire_lock()
         self.link = self.broker.connect()
         noted = Boards(self.store.home)
-        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.next_epoch(), noted)
+        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.begin_epoch(), noted)
         self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
 
     def told_of(self, device: str) -> str:
-        return why.lines(why.of(self.store, self.job), 0, device)[0]
+        return why.format_outcomes(why.load_outcomes(self.store, self.job), 0, device)[0]
 
 
 def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
@@ -373,12 +373,12 @@ def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
     stage.answer("abcd")
     stage.by_name["c"].answer(moved("c"))
     stage.play(2.0)
-    states = {each.board.device: each.state for each in devices.look(stage.store.home)}
+    states = {each.board.device: each.state for each in devices.load_devices(stage.store.home)}
     assert states == {"a": "sending", "b": "sending", "c": "waiting", "d": "waiting", "e": "asked", "f": "asked"}
     assert "waits for its turn to be sent: 2 others are being sent or read" in stage.told_of("c")
     assert stage.told_of("a") == stage.told_of("e") == "round 0: selected"
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "served", lambda store: False)
+        patch.setattr(Store, "is_served", lambda store: False)
         assert stage.told_of("c") == "round 0: selected"
     stage.work(10.0)
     assert stage.told_of("c") == "round 0: update received"

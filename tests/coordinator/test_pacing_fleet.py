@@ -16,7 +16,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Here
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import pictures
+from fedquilt.testing.toys import write_images
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 
@@ -52,22 +52,22 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         "fleet": {"devices": 6},
         "data": {"path": str(data), "held": 0.2},
     }
-    plan = agents.Plan(settings.parse(table), bundle, folder)
-    run, ended = agents.virtually(plan)
+    plan = agents.Plan(settings.parse_job(table), bundle, folder)
+    run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
-        facts = [fact for _, _, fact in store.facts(run)]
+        facts = [fact for _, _, fact in store.read_events(run)]
         found = [fact.state for fact in facts if isinstance(fact, Committed)]
         assert sum(isinstance(fact, Answered) for fact in facts) == 6 * len(found)
-        path = store.depot.path(found[-1].sha256)
+        path = store.depot.blob_path(found[-1].sha256)
         assert path is not None
-        return [ref.sha256 for ref in found], tensors.unpack(path.read_bytes(), fedavg.State).model
+        return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), fedavg.State).model
 
 
 def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the worker: the model has running means, and numbers without axes."""
-    data = pictures(tmp_path / "data.npz", 8)
-    prepare.prepare({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
+    data = write_images(tmp_path / "data.npz", 8)
+    prepare.prepare_bundle({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
     calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)
     assert {array.ndim for name, array in model.items() if name.endswith("num_batches_tracked")} == {0}
     monkeypatch.setattr(agents, "Server", partial(Watched))

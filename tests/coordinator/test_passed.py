@@ -24,7 +24,9 @@ def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> Con
 
 def of(given: list[Contribution], weight: float | None = None) -> Contribution:
     """A site's update, as it is read from the blobs that it travels as."""
-    bundles = {name: tensors.decode(tensors.encode(bundle)) for name, bundle in passed.bundled(given)}
+    bundles = {
+        name: tensors.decode_tensors(tensors.encode_tensors(bundle)) for name, bundle in passed.bundle_updates(given)
+    }
     return Contribution("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
 
 
@@ -34,7 +36,7 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
     update = of(given)
     assert list(update.bundles) == ["site.0"]
     assert [part.device for part in passed.parts_of_site(update)] == ["a", "b"]
-    for before, after in zip(given, passed.contributions(update), strict=True):
+    for before, after in zip(given, passed.split_site_update(update), strict=True):
         assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
         assert before.metrics == after.metrics
         assert list(before.bundles) == list(after.bundles)
@@ -48,22 +50,22 @@ def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatc
     """By their bytes or by their tensors, whichever is reached first."""
     given = [board(f"b{number}", float(number)) for number in range(5)]
     monkeypatch.setattr(passed, "BUNDLE_TENSORS", 4)
-    assert [len(passed._parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
+    assert [len(passed._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
     monkeypatch.setattr(passed, "BUNDLE_TENSORS", 1000)
     monkeypatch.setattr(passed, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
     update = of(given)
-    assert [len(passed._parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
-    assert [each.device for each in passed.contributions(update)] == [f"b{number}" for number in range(5)]
+    assert [len(passed._decode_parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
+    assert [each.device for each in passed.split_site_update(update)] == [f"b{number}" for number in range(5)]
 
 
 def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
-    assert passed.contributions(of([])) == []
+    assert passed.split_site_update(of([])) == []
     assert passed.parts_of_site(of([])) == []
 
 
 def read(update: Contribution) -> list[Contribution]:
     assert passed.parts_of_site(update)
-    return passed.contributions(update)
+    return passed.split_site_update(update)
 
 
 def table(**given: Any) -> np.ndarray:
@@ -102,7 +104,9 @@ def test_a_board_that_is_in_it_twice_is_named() -> None:
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
     """As the method's own check says it."""
     method = methods.load("robust")
-    above = sites.above(method, settings.parse({"name": "j", "method": "robust", "cohort": {"min_devices": 3}}), {})
+    above = sites.adapt_for_sites(
+        method, settings.parse_job({"name": "j", "method": "robust", "cohort": {"min_devices": 3}}), {}
+    )
     model = {"a": np.zeros((2, 3), np.float32), "steps": np.array(0)}
     state = method.state({"most": 32}, {}, model, 0.0, 0, seed=0)
     good, bad = board("a", 1.0), board("b", 1.0)
@@ -127,15 +131,15 @@ def update(device: str, *boards: str, size: int = 10) -> Update:
 
 def running(*answers: Update) -> facts.Rounds:
     """A round that has asked sites and a board, with these answers."""
-    state = facts.apply(facts.Rounds(PLAN), facts.Started(BlobRef(sha256="0" * 64, size=1)), 0.0)
-    state = facts.apply(state, facts.Asked(0, 0, ("one", "other", "alone")), 0.0)
+    state = facts.apply_event(facts.Rounds(PLAN), facts.Started(BlobRef(sha256="0" * 64, size=1)), 0.0)
+    state = facts.apply_event(state, facts.Asked(0, 0, ("one", "other", "alone")), 0.0)
     for each in answers:
-        state = facts.apply(state, facts.Answered(0, each), 0.0)
+        state = facts.apply_event(state, facts.Answered(0, each), 0.0)
     return state
 
 
 def examined(state: facts.Rounds, taken: Update) -> admission.Step:
-    return admission.decide_step("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
+    return admission.decide_response("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
@@ -152,7 +156,7 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
     """A board that is a device of both coordinators."""
     own = update("alone")
-    step = admission.decide_step("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
+    step = admission.decide_response("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
     (fact,) = step.facts
     assert isinstance(fact, facts.Rejected)
     assert "alone counts in this round already, by one" in fact.reason
@@ -169,7 +173,7 @@ def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows() -> None
 
 
 def test_the_boards_of_a_lost_update_may_count_again() -> None:
-    state = facts.apply(running(update("one", "a")), facts.Lost(0, "one", "gone"), 0.0)
+    state = facts.apply_event(running(update("one", "a")), facts.Lost(0, "one", "gone"), 0.0)
     assert state.through == {}
     (fact,) = examined(state, update("other", "a")).facts
     assert isinstance(fact, facts.Answered)
@@ -178,13 +182,13 @@ def test_the_boards_of_a_lost_update_may_count_again() -> None:
 def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
     """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
     known = Expected({"model": {"a": tensors.Shaped((1000,), np.dtype(np.float32))}})
-    each = manifest.most_bytes(known.bundles["model"], Encoding())
+    each = manifest.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):
-        manifest.require_fit(update("one", "a"), known, Encoding(), None)
+        manifest.require_manifest_fits(update("one", "a"), known, Encoding(), None)
     most = 50 * each + manifest.SITE_BYTES
-    manifest.require_fit(update("one", "a", size=most), known, Encoding(), None, boards=50)
+    manifest.require_manifest_fits(update("one", "a", size=most), known, Encoding(), None, boards=50)
     with pytest.raises(UpdateError, match="50 boards send"):
-        manifest.require_fit(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
+        manifest.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
     vast = manifest.BOARDS_MOST * each + manifest.SITE_BYTES + 1
     with pytest.raises(UpdateError, match="boards send"):
-        manifest.require_fit(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)
+        manifest.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)

@@ -38,8 +38,8 @@ def move(pair: Pair, way: str, size: int) -> None:
     """Fetch a blob of so many bytes ("dn"), or put it ("up"), and find it whole on the other side."""
     board = pair.boards["a"]
     source, target = (pair.coordinator, board) if way == "dn" else (board, pair.coordinator)
-    ref = source.depot.put(noise(size))
-    target.transfers.want("a", ref)
+    ref = source.depot.store_bytes(noise(size))
+    target.transfers.request_blob("a", ref)
     pair.play(lambda: bool(target.errors))
     assert target.errors == {("a", ref.sha256): None}
     assert target.depot.load(ref.sha256) == noise(size)
@@ -58,16 +58,16 @@ def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> N
 
 
 def test_a_board_that_knows_no_carrier_is_named_no_place(pair: Pair) -> None:
-    ref, board = pair.coordinator.depot.put(noise(MB)), pair.boards["a"]
-    pair.places.said(profile("a", "pigeon"))
-    board.transfers.want("a", ref)
+    ref, board = pair.coordinator.depot.store_bytes(noise(MB)), pair.boards["a"]
+    pair.places.record_profile(profile("a", "pigeon"))
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert pair.broker.chunks == 4
 
 
 def test_a_small_blob_comes_over_the_broker_at_once(pair: Pair) -> None:
-    ref, board = pair.coordinator.depot.put(noise(1000)), pair.boards["a"]
-    board.transfers.want("a", ref)
+    ref, board = pair.coordinator.depot.store_bytes(noise(1000)), pair.boards["a"]
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert pair.broker.chunks == 1
 
@@ -77,7 +77,7 @@ def test_a_small_blob_comes_over_the_broker_at_once(pair: Pair) -> None:
 
 def relayed(pair: Pair, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Relay:
     """A relay, by which boards reach the server from now on."""
-    relay = Relay(urlsplit(pair.places.served).port or 0, **given)
+    relay = Relay(urlsplit(pair.places.server_address).port or 0, **given)
     monkeypatch.setattr(pair.places, "_base", f"http://127.0.0.1:{relay.port}")
     pair.others.append(relay.close)
     return relay
@@ -123,14 +123,14 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
     giver, taker = sides if way == "dn" else sides[::-1]
-    ref = giver.depot.put(noise(12 * CHUNK))
-    taker.transfers.want("a", ref)
+    ref = giver.depot.store_bytes(noise(12 * CHUNK))
+    taker.transfers.request_blob("a", ref)
     pair.play(lambda: bool(taker.errors))
     assert taker.errors == {("a", ref.sha256): None}
     assert taker.depot.load(ref.sha256) == noise(12 * CHUNK)
     assert relay.connections >= 6
     assert pair.broker.chunks == 0
-    assert board.depot.has(ref)
+    assert board.depot.has_blob(ref)
 
 
 def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
@@ -138,11 +138,11 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
 ) -> None:
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
-    told, early = over_http._offset, [0]
-    monkeypatch.setattr(over_http, "_offset", lambda *of: early.pop() if early else told(*of))
+    told, early = over_http._request_upload_offset, [0]
+    monkeypatch.setattr(over_http, "_request_upload_offset", lambda *of: early.pop() if early else told(*of))
     board = pair.boards["a"]
-    ref = board.depot.put(noise(12 * CHUNK))
-    pair.coordinator.transfers.want("a", ref)
+    ref = board.depot.store_bytes(noise(12 * CHUNK))
+    pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert pair.coordinator.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 0
@@ -150,8 +150,8 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
 
 def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
-    ref, board = pair.coordinator.depot.put(noise(4 * CHUNK)), pair.boards["a"]
-    board.transfers.want("a", ref)
+    ref, board = pair.coordinator.depot.store_bytes(noise(4 * CHUNK)), pair.boards["a"]
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 0
@@ -164,8 +164,8 @@ def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
         return data[:-1] + bytes([data[-1] ^ 1]) if offset <= 5 * CHUNK < offset + len(data) else data
 
     relayed(pair, monkeypatch, change=change)
-    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
-    board.transfers.want("a", ref)
+    ref, board = pair.coordinator.depot.store_bytes(noise(12 * CHUNK)), pair.boards["a"]
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
     assert pair.broker.chunks == 1
@@ -173,13 +173,13 @@ def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
 
 def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair: Pair) -> None:
     """From what is here: the broker loses all after five chunks."""
-    pair.places.said(profile("a", "pigeon"))
+    pair.places.record_profile(profile("a", "pigeon"))
     pair.broker.chunks_most = 5
-    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
-    board.transfers.want("a", ref)
+    ref, board = pair.coordinator.depot.store_bytes(noise(12 * CHUNK)), pair.boards["a"]
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: board.transfers.traffic_bytes("a", "dn") == 5 * CHUNK)
-    pair.places.said(profile("a"))
-    pair.coordinator.transfers._streaming.offer("a", ref)
+    pair.places.record_profile(profile("a"))
+    pair.coordinator.transfers._streaming.offer_locations("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
     assert board.transfers.traffic_bytes("a", "dn") == 12 * CHUNK
@@ -190,12 +190,12 @@ def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.Monkey
     relay = relayed(pair, monkeypatch)
     relay.close()
     board = pair.boards["a"]
-    first, second = (pair.coordinator.depot.put(noise(2 * CHUNK, seed)) for seed in (1, 2))
-    board.transfers.want("a", first)
+    first, second = (pair.coordinator.depot.store_bytes(noise(2 * CHUNK, seed)) for seed in (1, 2))
+    board.transfers.request_blob("a", first)
     pair.play(lambda: bool(board.errors))
     fetched: list[object] = []
-    monkeypatch.setattr(Carriers, "fetch", lambda *given: fetched.append(given))
-    board.transfers.want("a", second)
+    monkeypatch.setattr(Carriers, "start_download", lambda *given: fetched.append(given))
+    board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
     assert board.errors == {("a", first.sha256): None, ("a", second.sha256): None}
     assert fetched == []
@@ -203,12 +203,12 @@ def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.Monkey
 
 def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = relayed(pair, monkeypatch, most=lambda number: None)
-    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(12 * CHUNK))
-    board.transfers.want("a", ref)
+    board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.transfers._streaming._coming))
     board.transfers.cancel("a", ref.sha256)
-    board.depot.drop(ref.sha256)
-    board.transfers.want("a", ref)
+    board.depot.remove_blob(ref.sha256)
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.errors == {("a", ref.sha256): None}
     assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
@@ -238,12 +238,14 @@ def test_an_answer_that_is_not_the_range_is_not_written(
     lines = head.format(size=size, last=size - 1)
     server = Canned(f"HTTP/1.1 {lines}\r\n\r\n".encode() + b"evil" * CHUNK)
     monkeypatch.setattr(
-        pair.places, "offers", lambda device, ref: (Source(url=f"http://127.0.0.1:{server.port}/x?secret=1"),)
+        pair.places,
+        "download_locations",
+        lambda device, ref: (Source(url=f"http://127.0.0.1:{server.port}/x?secret=1"),),
     )
     written: list[int] = []
     monkeypatch.setattr(Intake, "write", lambda self, piece, turn: written.append(len(piece)))
-    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(size))
-    board.transfers.want("a", ref)
+    board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(size))
+    board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.errors == {("a", ref.sha256): None}
     assert len(server.asked) == 1
@@ -260,12 +262,12 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
 ) -> None:
     """Its manifest fits what it puts, and that is not the blob it has announced."""
     board = pair.boards["a"]
-    ref, other = board.depot.put(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
+    ref, other = board.depot.store_bytes(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
     (board.depot.folder / ref.sha256).write_bytes(other)
     digests = "".join(hashlib.sha256(other[at : at + CHUNK]).hexdigest() for at in (0, CHUNK))
     manifest = wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=CHUNK, digests=digests)
-    monkeypatch.setattr(board.transfers._sender, "_manifest", lambda *given: manifest)
-    pair.coordinator.transfers.want("a", ref)
+    monkeypatch.setattr(board.transfers._sender, "_find_or_build_manifest", lambda *given: manifest)
+    pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert "other content" in str(pair.coordinator.errors["a", ref.sha256])
     assert pair.coordinator.depot.ref(ref.sha256) is None
@@ -275,10 +277,10 @@ def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "QUIET_S", 0.2)
-    monkeypatch.setattr(Carriers, "put", lambda *given: None)
+    monkeypatch.setattr(Carriers, "start_upload", lambda *given: None)
     board = pair.boards["a"]
-    ref = board.depot.put(noise(4 * CHUNK))
-    pair.coordinator.transfers.want("a", ref)
+    ref = board.depot.store_bytes(noise(4 * CHUNK))
+    pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert pair.coordinator.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 4
@@ -287,14 +289,14 @@ def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
 class Both(Carriers):
     """A coordinator with a store, from which nothing comes in this test, and a server of its own."""
 
-    def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
+    def upload_locations(self, device: str, intake: Intake) -> tuple[Source, ...]:
         self.own = intake
         return (Source(url="http://store/"), Source(url="http://own/", token="t"))
 
-    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
         return (Source(url="http://store/"),)
 
-    def fetch(self, key: tuple[str, str], intake: Intake, sources: Sequence[Source]) -> None:
+    def start_download(self, key: tuple[str, str], intake: Intake, sources: Sequence[Source]) -> None:
         self.fetched = intake
 
 
@@ -303,16 +305,16 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     depot, ways, payload = Depot(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     pull = Pull(ref, CHUNK, 0.0)
-    assert pull.take_manifest(chunks.cut(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
+    assert pull.handle_manifest(chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
     assert pull.manifest is not None
-    depot.resume(pull.manifest)
+    depot.open_part(pull.manifest)
     moved = streaming.Streaming(ways, depot, lambda device, leaf, message: None)
-    moved.begin(("a", ref.sha256), pull, 0.0)
-    turn = ways.own.turn()
+    moved.start_download(("a", ref.sha256), pull, 0.0)
+    turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
-    moved.placed(("a", ref.sha256), Placed(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
-    moved.begin(("a", ref.sha256), pull, 1.0)
-    assert ways.fetched.due() == (0, ref.size)
+    moved.handle_upload_progress(("a", ref.sha256), Placed(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
+    moved.start_download(("a", ref.sha256), pull, 1.0)
+    assert ways.fetched.next_range() == (0, ref.size)
     with pytest.raises(ClosedError, match="another way"):
         ways.own.write(memoryview(payload[1000:]), turn)
 
@@ -324,10 +326,10 @@ class Late(Carriers):
         super().__init__()
         self.came: list[tuple[str, str]] = []
 
-    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
         return (Source(url="http://store/"),)
 
-    def take_ready(self) -> list[tuple[str, str]]:
+    def take_ready_blobs(self) -> list[tuple[str, str]]:
         came, self.came = self.came, []
         return came
 
@@ -338,8 +340,8 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
     coordinator = Side(broker, tmp_path)
     coordinator.carry(ways)
     board = broker.connect()
-    board.subscribe(TOPICS.for_device("a"))
-    ref = coordinator.depot.put(noise(2 * CHUNK))
+    board.subscribe(TOPICS.device_filters("a"))
+    ref = coordinator.depot.store_bytes(noise(2 * CHUNK))
     ways.came.append(("a", ref.sha256))
     coordinator.link.connected = False
     coordinator.transfers.step(0.0)
@@ -347,8 +349,8 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
     coordinator.link.connected = True
     coordinator.transfers.step(0.0)
     broker.now_s = 1.0
-    broker.deliver()
-    assert [message.topic for message in board.receive()] == [TOPICS.blob("a", "dn", ref.sha256, "place")]
+    broker.deliver_due()
+    assert [message.topic for message in board.receive()] == [TOPICS.blob_topic("a", "dn", ref.sha256, "place")]
 
 
 def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
@@ -356,14 +358,14 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
     pair.places._stored = Store()  # type: ignore[assignment]
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    manifest = chunks.cut(ref, CHUNK, lambda at, size: payload[at : at + size])
-    sources = pair.places.accepts("a", Intake(pair.coordinator.depot, manifest, bytes(2)))
+    manifest = chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size])
+    sources = pair.places.upload_locations("a", Intake(pair.coordinator.depot, manifest, bytes(2)))
     assert [bool(source.token) for source in sources] == [False, True]
-    assert pair.places.brought("a", ref, 0) == sources[:1]
-    assert pair.places.brought("a", ref, 1) == ()
+    assert pair.places.uploaded_locations("a", ref, 0) == sources[:1]
+    assert pair.places.uploaded_locations("a", ref, 1) == ()
     assert pair.places._server is not None
     assert len(pair.places._server._grants) == 1
-    pair.places.over(("a", ref.sha256))
+    pair.places.close_locations(("a", ref.sha256))
     assert not pair.places._server._grants  # nobody puts anything any more, and nothing is kept of the upload
 
 
@@ -390,11 +392,11 @@ def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.
     monkeypatch.setattr(carriers.threading, "Thread", Thread)
     ends = [Ended(("a", str(number)), None, None) for number in range(5)]
     for end in ends:
-        ways.start(partial(lambda end: end, end), end._replace(error="failed"))
+        ways.start_job(partial(lambda end: end, end), end._replace(error="failed"))
     found = []
     for number in range(5):
         assert len(begun) == min(2 + number, 5)
-        assert ways.free == (number == 4)
+        assert ways.has_free_thread == (number == 4)
         begun[number]()
-        found += ways.take_ended()
+        found += ways.take_results()
     assert found == ends

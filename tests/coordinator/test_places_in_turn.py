@@ -18,22 +18,22 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monke
     """Whatever places there are: two boards put by HTTP, and the third only once theirs is worked on."""
     pair = Pair(tmp_path, "x", "y", "z")
     named: list[str] = []
-    accepts = pair.places.accepts
+    accepts = pair.places.upload_locations
 
     def noted(device: str, intake: Intake) -> tuple[Source, ...]:
         named.append(device)
         return accepts(device, intake)
 
-    monkeypatch.setattr(pair.places, "accepts", noted)
+    monkeypatch.setattr(pair.places, "upload_locations", noted)
     coordinator = pair.coordinator.transfers
     for number, (name, board) in enumerate(pair.boards.items()):
-        coordinator.want(name, board.depot.put(noise(MB, number)), in_turn=True)
+        coordinator.request_blob(name, board.depot.store_bytes(noise(MB, number)), in_turn=True)
     pair.play(lambda: len(pair.coordinator.errors) == 2)
     assert sorted(named) == ["x", "y"]
-    coordinator.queue.pace(2, 2 * MB, 0.0)
+    coordinator.queue.set_unprocessed(2, 2 * MB, 0.0)
     coordinator.step(pair.broker.now_s)
     assert coordinator.queue
-    coordinator.queue.pace(1, MB, 0.0)
+    coordinator.queue.set_unprocessed(1, MB, 0.0)
     pair.play(lambda: len(pair.coordinator.errors) == 3)
     assert set(pair.coordinator.errors.values()) == {None}
     assert (named[2:], pair.broker.chunks) == (["z"], 0)
@@ -45,19 +45,21 @@ def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(
 ) -> None:
     """Two put nothing where they were to: first the rest is to come over the broker, and then another goes first."""
     pair = Pair(tmp_path, "x", "y", "z")
-    refs = {name: board.depot.put(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())}
+    refs = {
+        name: board.depot.store_bytes(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())
+    }
     coordinator = pair.coordinator.transfers
     for name, ref in refs.items():
-        coordinator.want(name, ref, in_turn=True)
+        coordinator.request_blob(name, ref, in_turn=True)
         if name != "z":
-            monkeypatch.setattr(pair.boards[name].transfers._streaming, "put", lambda key, ref, place: None)
+            monkeypatch.setattr(pair.boards[name].transfers._streaming, "queue_upload", lambda key, ref, place: None)
     pulls = coordinator._pulls
     pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
-    coordinator.give_way("x", pair.broker.now_s)
+    coordinator.yield_turn("x", pair.broker.now_s)
     pair.play(lambda: not pulls["x", refs["x"].sha256].held)
     assert coordinator.queue
-    coordinator.give_way("x", pair.broker.now_s)
-    assert not coordinator.queue.sends("x")
+    coordinator.yield_turn("x", pair.broker.now_s)
+    assert not coordinator.queue.is_sending("x")
     pair.play(lambda: bool(pair.coordinator.errors))
     assert pair.coordinator.errors == {("z", refs["z"].sha256): None}
     pair.close()

@@ -27,7 +27,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UPDATE
-from fedquilt.coordinator.rounds import decide, devices_to_skip
+from fedquilt.coordinator.rounds import decide_event, devices_to_skip
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -125,7 +125,7 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
 def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
     """Also in another attempt at the same round; a check that it has no data for says nothing of the work."""
     state = after(begun(rounds=9, check_every=2, size=2), Asked(0, 0, tuple("abc")))
-    state = after(state, state.declined_by("a", "data", "none", Ask(), "1"))
+    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"))
     assert alone(state, "abc") == {"a": "data"}
     assert alone(after(state, Reopened(0, 1)), "abc") == {"a": "data"}
     assert alone(state, "abc", starts="a") == {}
@@ -138,7 +138,7 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None:
     """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
     state = after(begun(min_devices=2, rounds=9), Asked(0, 0, tuple("abc")))
-    state = after(state, state.declined_by("a", "data", "none", Ask(), "1"))
+    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"))
     assert alone(after(state, Reopened(0, 1)), "ab") == {"a": "data"}
     state = after(state, *(Answered(0, update(device)) for device in "bc"), Closed(0), committed(0))
     assert alone(state, "ab") == {}
@@ -148,17 +148,17 @@ def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None
 def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
     """The time for which a round waits for boards to come has passed when the second refuses: c is there."""
     state = after(begun(size=2, deadline_s=600.0), Asked(0, 0, ("a", "b")), *(Declined(0, d, "data", "") for d in "ab"))
-    assert decide(state, 11.0, set("abcd")) == Asked(0, 0, ("c", "d"))
-    assert decide(state, 11.0, set("ab")) == Reopened(0, 1)
-    assert decide(state, 600.0, set("abcd")) == Reopened(0, 1)
+    assert decide_event(state, 11.0, set("abcd")) == Asked(0, 0, ("c", "d"))
+    assert decide_event(state, 11.0, set("ab")) == Reopened(0, 1)
+    assert decide_event(state, 600.0, set("abcd")) == Reopened(0, 1)
 
 
 def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
     """They are not told as silent."""
     state = after(begun(size=3, attempts=2), Asked(0, 0, tuple("abc")))
-    state = after(state, state.declined_by("a", "data", "none", Ask(), "1"), Answered(0, update("b")))
+    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"), Answered(0, update("b")))
     state = after(state, Reopened(0, 1), Asked(0, 1, ("c",)))
-    fact: Any = decide(state, 10.0, set("bc"))
+    fact: Any = decide_event(state, 10.0, set("bc"))
     assert (
         "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
     )
@@ -169,12 +169,12 @@ def test_a_start_is_another_with_another_boot_or_profile() -> None:
     registry, profile = Registry(), plain.profile()
     assert registry.agent_start_key("a") == ""
     registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
-    registry.profile("a", profile)
+    registry.update_profile("a", profile)
     first = registry.agent_start_key("a")
     registry.update_presence("a", wire.Presence(online=True, boot="1", seq=7), 1.0)
-    registry.profile("a", plain.profile())
+    registry.update_profile("a", plain.profile())
     assert registry.agent_start_key("a") == first
-    registry.profile("a", msgspec.structs.replace(profile, labels=("window",)))
+    registry.update_profile("a", msgspec.structs.replace(profile, labels=("window",)))
     other = registry.agent_start_key("a")
     registry.update_presence("a", wire.Presence(online=True, boot="2"), 2.0)
     assert len({first, other, registry.agent_start_key("a")}) == 3

@@ -29,14 +29,14 @@ class Home(Noted):
 
     def known(self) -> list[str]:
         with BoardStore(self.store.home) as store:
-            return [each.device for each in store.boards()]
+            return [each.device for each in store.load_statuses()]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
     """Two devices with a task each."""
     stage = Home(tmp_path, cohort={"deadline_s": 600.0})
-    assert stage.store.lock()
+    assert stage.store.acquire_lock()
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     return stage, a, b
@@ -96,7 +96,7 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
     b.say("profile", b.profile, retain=True)
     stage.play()
     assert stage.known() == ["a", "b"]
-    assert "b" in stage.server.registry.online(stage.broker.now_s)
+    assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
     stage.store.close()
 
 

@@ -105,18 +105,18 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     id = ground.deploy(kind="agent", canary=0.5, phases=(1.0,))
     ground.play(30.0)
     state = ground.state(id)
-    assert (state.status, state.counts()) == ("done", {"committed": 2})
+    assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, Begun)[0]
     assert begun.without == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
     said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
-    assert view.sentence(state, begun) == said
+    assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
     ground.play(10.0)
-    assert ground.state(id).counts() == {"committed": 2}
+    assert ground.state(id).count_outcomes() == {"committed": 2}
     model = ground.deploy(OTHER, canary=0.5, phases=(1.0,))
     ground.play(30.0)
-    assert ground.state(model).counts() == {"committed": 5}
+    assert ground.state(model).count_outcomes() == {"committed": 5}
 
 
 def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground: Ground) -> None:
@@ -142,16 +142,16 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Groun
     ground.play(30.0)
     assert not any(board.releases for board in old)
     state = ground.state(id)
-    said = view.sentence(state, told(ground, Begun)[0])
+    said = view.format_event(state, told(ground, Begun)[0])
     assert said == (
         "begun: model digits; left out: b-000 (onnxruntime 1.19.2 loads opset 21 and IR version 10 at most, and the "
         "model has opset 25 and IR version 10: export it with opset_version=21 and that IR version, or install a newer "
         "ONNX Runtime there)"
     )
-    assert state.counts() == {"committed": 2}
+    assert state.count_outcomes() == {"committed": 2}
     ground.fleet(1, versions={"onnxruntime": "1.20.1"})
     ground.play(10.0)
-    assert ground.state(id).counts() == {"committed": 2}
+    assert ground.state(id).count_outcomes() == {"committed": 2}
 
 
 def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground: Ground) -> None:
@@ -180,7 +180,7 @@ def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(gr
     ground.fleet(1)
     ground.play(20.0)
     assert len(ground.having()) == 9
-    assert ground.state(id).phase("b-003") == ground.state(id).phase("b-008") == "committed"
+    assert ground.state(id).device_phase("b-003") == ground.state(id).device_phase("b-008") == "committed"
 
 
 def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
@@ -203,7 +203,7 @@ def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground)
     ground.play(30.0)
     ground.deploy(patience_s=30.0)
     ground.play(60.0)
-    ground.link.publish(TOPICS.device("b-000", "dn", "model"), b"", retain=True)
+    ground.link.publish(TOPICS.device_topic("b-000", "dn", "model"), b"", retain=True)
     ground.play(1.0)
     boards[0].come()
     ground.play(20.0)
@@ -234,7 +234,7 @@ def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) 
     ground.play()
     board.judge = good  # and nobody hears of it
     ground.play(ASK_S / 2)
-    assert ground.state(id).phase(board.name) == "soaking"
+    assert ground.state(id).device_phase(board.name) == "soaking"
     ground.play(ASK_S)
     assert ground.state(id).status == "done"
 
@@ -260,7 +260,7 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
 def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
     """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
     ground.disk = Private()
-    ground.disk.wall_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
+    ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
     ground.restart()
     boards = ground.fleet(2)
     id = ground.deploy(canary=0.9, phases=(1.0,), patience_s=60.0)

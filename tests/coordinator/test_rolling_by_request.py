@@ -22,7 +22,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     assert len(ground.having()) == 3
     away = next(board for board in boards if board.runs)
     away.go()
-    said = requests.abort(ground.store, id)
+    said = requests.abort_rollout(ground.store, id)
     assert said == f"{id} of digits is ended as soon as a coordinator serves {ground.home}: boards that have it return"
     ground.play()
     assert ground.having() == [away.name]
@@ -30,9 +30,9 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     ground.play()
     assert ground.having() == []
     assert ground.state(id).status == "aborted"
-    assert ground.store.rollouts.find(id).wish == ""
+    assert ground.store.rollouts.find_rollout(id).wish == ""
     with pytest.raises(JobError, match=f"{id} is aborted"):
-        requests.abort(ground.store, id)
+        requests.abort_rollout(ground.store, id)
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
@@ -44,15 +44,15 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
     with pytest.raises(JobError, match=f"boards have {second} of second since, .*deploy anew .* before {first}"):
-        requests.roll_back(ground.store, "first")
-    requests.roll_back(ground.store)
+        requests.roll_back_rollout(ground.store, "first")
+    requests.roll_back_rollout(ground.store)
     ground.play()
     assert ground.state(second).status == "rolled back"
     assert len(ground.having(MODEL)) == 6
     ground.fleet(1)
     ground.play()
     assert len(ground.having(MODEL)) == 7  # it gets the one before, which is in force again
-    assert ground.state(first).phase("b-006") == "committed"
+    assert ground.state(first).device_phase("b-006") == "committed"
 
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
@@ -64,11 +64,11 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
     ground.play(30.0)
     if ended == "rolled back":
-        requests.roll_back(ground.store, second)
+        requests.roll_back_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
     with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*deploy anew .* before {first}"):
-        requests.roll_back(ground.store, first)
+        requests.roll_back_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
     assert len(ground.having(MODEL)) == 4
@@ -98,7 +98,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: d
     """A plan that is refused is not queued."""
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
-    assert ground.store.rollouts.all() == []
+    assert ground.store.rollouts.readable_rollouts() == []
 
 
 # -- odd boards -----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
     for number in range(300):
         board.tell(release, "waiting", f"reason {number}")
         ground.play(0.2)
-    assert len([fact for _, _, fact in ground.store.rollouts.facts(id) if isinstance(fact, Heard)]) == 100
+    assert len([fact for _, _, fact in ground.store.rollouts.read_events(id) if isinstance(fact, Heard)]) == 100
 
 
 def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
@@ -143,13 +143,13 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
     assert release is not None
     assert release.blob is not None
     other.tell(release, "refused")
-    other.transfers.want(other.name, release.blob)
+    other.transfers.request_blob(other.name, release.blob)
     for _ in range(50):
         ground.broker.now_s += 0.1
-        ground.broker.deliver()
+        ground.broker.deliver_due()
         ground.server.step(ground.broker.now_s)
         for message in other.link.receive():
-            other.transfers.handle(wire.route(message.topic), message.payload, ground.broker.now_s)
+            other.transfers.handle_message(wire.parse_topic(message.topic), message.payload, ground.broker.now_s)
         other.transfers.step(ground.broker.now_s)
-    assert not other.depot.has(release.blob)
+    assert not other.depot.has_blob(release.blob)
     assert list(ground.state(id).heard) == [canary]

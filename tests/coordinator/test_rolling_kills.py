@@ -58,10 +58,10 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
             steps(ground)
             return ground
         except Crash:
-            ground.broker.lose(ground.link)
+            ground.broker.lose_client(ground.link)
             doomed.dead = False
             ground.disk.end()  # type: ignore[attr-defined]
-            doomed.platter.power_fails(random.Random(at)) if power else doomed.platter.processes_end()
+            doomed.platter.fail_power(random.Random(at)) if power else doomed.platter.end_processes()
             ground.disk = doomed.disk()
             ground.start()
             mortal()
@@ -77,7 +77,9 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
         state = ground.state()
         assert state.status == "done", at
         assert len(ground.having()) == 6
-        offered = [fact.devices for _, _, fact in ground.store.rollouts.facts(state.id) if isinstance(fact, Offered)]
+        offered = [
+            fact.devices for _, _, fact in ground.store.rollouts.read_events(state.id) if isinstance(fact, Offered)
+        ]
         assert sorted(sum(offered, ())) == sorted(state.offered)
 
 
@@ -92,7 +94,7 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert ground.state().status == "aborted", at
         assert len(ground.ever()) == 1
         assert ground.having() == []
-        facts = ground.store.rollouts.facts(ground.state().id)
+        facts = ground.store.rollouts.read_events(ground.state().id)
         assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
 
 
@@ -105,11 +107,11 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     id = ground.deploy()
     ground.play()
     board.go()
-    ground.store.rollouts.append([(id, RolledBack(ground.store.rollouts.serial()))])
+    ground.store.rollouts.append_events([(id, RolledBack(ground.store.rollouts.next_serial()))])
     ground.restart()
     ground.play(1.0)
     reader = ground.broker.connect()
-    reader.subscribe([TOPICS.device(board.name, "dn", "model")])
+    reader.subscribe([TOPICS.device_topic(board.name, "dn", "model")])
     ground.play(0.2)
     (message,) = reader.receive()
     assert wire.decode(message.payload, wire.Release).back
@@ -121,10 +123,10 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
     publish, sent = ground.link.publish, list[bool]()
 
     def seen(topic: str, payload: bytes, **named: Any) -> None:
-        route = wire.route(topic)
+        route = wire.parse_topic(topic)
         if route.leaf == "model":
             with Store(ground.home) as written:
-                wanted = rollouts.release(written.rollouts.find().state, route.device)
+                wanted = rollouts.release_for_device(written.rollouts.find_rollout().state, route.device)
             assert (wire.decode(payload, wire.Release) if payload else None) == wanted
             sent.append(wanted is not None and wanted.back)
         publish(topic, payload, **named)
@@ -135,7 +137,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
         id = ground.deploy(name=name)
         ground.play(30.0)
         if name == "good":
-            requests.roll_back(ground.store, id)
+            requests.roll_back_rollout(ground.store, id)
             ground.play()
         assert ground.state(id).status == ended
     assert sorted(set(sent)) == [False, True]

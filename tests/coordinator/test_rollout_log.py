@@ -24,7 +24,7 @@ def ground(tmp_path: Path) -> Ground:
 def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
     """The blob of a done rollout is kept until all its boards have a later one; an undone rollout has none."""
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
-    digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
+    digests = [ground.store.depot.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
     assert ground.store.referenced_blobs() == {digests[0]}
     ground.play(30.0)
@@ -43,19 +43,19 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
     id = ground.deploy()
     ground.play(8.0)
     with Store(ground.home) as reader:
-        line = reader.rollouts._line
+        line = reader.rollouts._load_row
         number = itertools.count(100)
 
         def slow(wanted: str) -> Any:
             found = line(wanted)
-            ground.store.rollouts.append([(id, Offered(0, (f"x-{next(number)}",)))])
+            ground.store.rollouts.append_events([(id, Offered(0, (f"x-{next(number)}",)))])
             return found
 
-        reader.rollouts._line = slow  # type: ignore[method-assign]
-        assert [kept.state.id for kept in reader.rollouts.all()] == [id]
-        assert reader.rollouts.find().state.id == id
-        assert reader.rollouts.facts(id)
-        assert reader.rollouts.unreadable() == {}
+        reader.rollouts._load_row = slow  # type: ignore[method-assign]
+        assert [kept.state.id for kept in reader.rollouts.readable_rollouts()] == [id]
+        assert reader.rollouts.find_rollout().state.id == id
+        assert reader.rollouts.read_events(id)
+        assert reader.rollouts.read_errors() == {}
 
 
 def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,9 +69,9 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytes
     ground.play(30.0)
     assert ground.state(second).status == "done"
     assert f"the log of {first} in" in caplog.text
-    assert ground.store.unsound() == [first]
+    assert ground.store.find_damaged_ids() == [first]
     with pytest.raises(StoreError, match="is damaged: fact 2"):
-        ground.store.rollouts.find(first)
+        ground.store.rollouts.find_rollout(first)
 
 
 def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(
@@ -79,9 +79,9 @@ def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_b
 ) -> None:
     """A home that was put back has forgotten serials, which are of seconds that have passed."""
     monkeypatch.setattr("time.time", lambda: 5e9)
-    assert ground.store.rollouts.serial() == 5_000_000_000
-    ground.store.rollouts.append([(ground.deploy(), Begun(6_000_000_000))])
-    assert ground.store.rollouts.serial() == 6_000_000_001
+    assert ground.store.rollouts.next_serial() == 5_000_000_000
+    ground.store.rollouts.append_events([(ground.deploy(), Begun(6_000_000_000))])
+    assert ground.store.rollouts.next_serial() == 6_000_000_001
 
 
 def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
@@ -89,6 +89,6 @@ def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
     plan = Plan(
         "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
     )
-    id = ground.store.rollouts.add(plan)
+    id = ground.store.rollouts.add_rollout(plan)
     ground.restart()
     assert ground.state(id).plan == plan

@@ -26,13 +26,13 @@ from fedquilt.coordinator.rollouts import (
     RolledBack,
     Rollout,
     Seen,
-    apply,
-    chosen,
-    decide_rollout,
-    release,
-    told,
-    waited_s,
-    waits,
+    apply_rollout_event,
+    decide_rollout_event,
+    earlier_wait_s,
+    event_from_report,
+    find_blocking_devices,
+    release_for_device,
+    select_step_devices,
 )
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core import BlobRef, JobError
@@ -46,9 +46,9 @@ def names(count: int) -> list[str]:
 
 def state(*facts: AnyFact, **plan: Any) -> Rollout:
     """A rollout with serial 7 after some facts."""
-    found = apply(Rollout("r", Plan(**{"kind": "model", "name": "n", "blob": BLOB, **plan})), Begun(7))
+    found = apply_rollout_event(Rollout("r", Plan(**{"kind": "model", "name": "n", "blob": BLOB, **plan})), Begun(7))
     for fact in facts:
-        found = apply(found, fact)
+        found = apply_rollout_event(found, fact)
     return found
 
 
@@ -65,7 +65,7 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
 )
 def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
     """The canary is a share of the boards that are there, and at least one of them."""
-    fact = decide_rollout(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
+    fact = decide_rollout_event(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
     assert isinstance(fact, Offered)
     assert len(fact.devices) == wanted
 
@@ -74,16 +74,16 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
     """A restart draws the same boards, whatever order they are known in; another rollout draws others."""
     fleet = there(names(100))
     once, other = state(), Rollout("other", state().plan, "running", 7)
-    assert chosen(once, fleet) == chosen(once, dict(reversed(fleet.items())))
-    assert chosen(once, fleet) != chosen(other, fleet)
-    assert chosen(once, fleet) != tuple(names(5))
+    assert select_step_devices(once, fleet) == select_step_devices(once, dict(reversed(fleet.items())))
+    assert select_step_devices(once, fleet) != select_step_devices(other, fleet)
+    assert select_step_devices(once, fleet) != tuple(names(5))
 
 
 def test_a_canary_waits_for_a_board_that_is_there() -> None:
     """With all boards away nothing is offered; the first that comes is the canary."""
     fleet = {name: Seen(False, 0.0) for name in names(10)}
-    assert decide_rollout(state(), fleet, 1e9, 8) is None
-    assert decide_rollout(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
+    assert decide_rollout_event(state(), fleet, 1e9, 8) is None
+    assert decide_rollout_event(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
 
 
 def test_a_step_that_has_nobody_left_is_passed() -> None:
@@ -91,28 +91,28 @@ def test_a_step_that_has_nobody_left_is_passed() -> None:
     alone = there(["a"])
     now = state(Offered(0, ("a",)), Heard("a", 7, "committed"))
     for fact in (Passed(0), Passed(1), Passed(2), Done()):
-        assert decide_rollout(now, alone, 0.0, 8) == fact
-        now = apply(now, fact)
+        assert decide_rollout_event(now, alone, 0.0, 8) == fact
+        now = apply_rollout_event(now, fact)
     assert now.status == "done"
-    assert decide_rollout(now, alone, 0.0, 8) is None
+    assert decide_rollout_event(now, alone, 0.0, 8) is None
 
 
 def test_the_last_step_takes_boards_that_are_away() -> None:
     """A board that is away holds the last step up for no longer than the patience."""
     fleet = {**there(["a", "b"]), "away": Seen(False, 0.0)}
     now = state(Offered(0, ("a",)), Heard("a", 7, "committed"), Passed(0), canary=0.5, phases=(1.0,), patience_s=60.0)
-    assert decide_rollout(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
-    now = apply(apply(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
-    assert decide_rollout(now, fleet, 59.0, 8) is None
-    assert decide_rollout(now, fleet, 61.0, 8) == Passed(1, ("away",))
+    assert decide_rollout_event(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
+    now = apply_rollout_event(apply_rollout_event(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
+    assert decide_rollout_event(now, fleet, 59.0, 8) is None
+    assert decide_rollout_event(now, fleet, 61.0, 8) == Passed(1, ("away",))
 
 
 def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
     restarts = [Offered(0, ("a",)), Heard("a", 7, "committed"), Restarted(50.0, 40.0)]
     now = state(*restarts)
-    assert (waited_s(now, "b", False), now.restarts) == (50.0, 1)
+    assert (earlier_wait_s(now, "b", False), now.restarts) == (50.0, 1)
     now = state(*restarts, Passed(0), Offered(1, ("b",)), phases=(1.0,))
-    assert (waited_s(now, "b", False), waited_s(now, "b", True), now.restarts) == (0.0, 0.0, 0)
+    assert (earlier_wait_s(now, "b", False), earlier_wait_s(now, "b", True), now.restarts) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])
@@ -121,18 +121,18 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
     fleet = there(["a", "b", "c", "d"])
     both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
-    assert decide_rollout(now, fleet, LONGEST_S, 8) is None
-    assert waits(now, fleet, LONGEST_S) == ("b",)
-    assert waits(now, fleet, LONGEST_S + 61.0) == ()
-    assert decide_rollout(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
+    assert decide_rollout_event(now, fleet, LONGEST_S, 8) is None
+    assert find_blocking_devices(now, fleet, LONGEST_S) == ("b",)
+    assert find_blocking_devices(now, fleet, LONGEST_S + 61.0) == ()
+    assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
     """Without a single answer no patience is long enough: nothing is known of the release."""
     fleet = {name: Seen(False, 0.0) for name in names(4)}
     now = state(Offered(0, ("b-000",)), patience_s=1.0)
-    assert decide_rollout(now, fleet, 1e9, 8) is None
-    assert waits(now, fleet, 1e9) == ("b-000",)
+    assert decide_rollout_event(now, fleet, 1e9, 8) is None
+    assert find_blocking_devices(now, fleet, 1e9) == ("b-000",)
 
 
 @pytest.mark.parametrize("failure", ["refused", "returned"])
@@ -141,9 +141,11 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
     devices = names(400)
     now = state(Offered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
     for device in devices[:2]:
-        now = apply(now, Heard(device, 7, failure, "worse"))
-    assert decide_rollout(now, there(devices), 0.0, 8) is None
-    fact = decide_rollout(apply(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8)
+        now = apply_rollout_event(now, Heard(device, 7, failure, "worse"))
+    assert decide_rollout_event(now, there(devices), 0.0, 8) is None
+    fact = decide_rollout_event(
+        apply_rollout_event(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
+    )
     assert fact == Aborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
 
 
@@ -152,8 +154,8 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     devices = names(200)
     now = state(Offered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
-        now = apply(now, Heard(device, 7, "refused"))
-    assert isinstance(decide_rollout(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
+        now = apply_rollout_event(now, Heard(device, 7, "refused"))
+    assert isinstance(decide_rollout_event(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
 
 
 @given(
@@ -164,8 +166,8 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     devices = names(len(phases))
     now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
-        now = apply(now, Heard(device, 7, phase)) if phase else now  # type: ignore[arg-type]
-    fact = decide_rollout(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
+        now = apply_rollout_event(now, Heard(device, 7, phase)) if phase else now  # type: ignore[arg-type]
+    fact = decide_rollout_event(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
     failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
     ended = sum(phase not in ("waiting", "") for phase in phases)
     if isinstance(fact, Passed):
@@ -183,19 +185,19 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
     devices = names(12)
     now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device in devices[2:]:
-        now = apply(now, Heard(device, 7, "committed"))
-    now = apply(now, Heard(devices[0], 7, "checking"))
+        now = apply_rollout_event(now, Heard(device, 7, "committed"))
+    now = apply_rollout_event(now, Heard(devices[0], 7, "checking"))
     fleet = {name: Seen(False, 0.0) for name in devices}
-    assert now.counts() == {"checking": 1, "": 1, "committed": 10}
-    for fact in (decide_rollout(now, fleet, 1e6, 8), Passed(1), Done()):
+    assert now.count_outcomes() == {"checking": 1, "": 1, "committed": 10}
+    for fact in (decide_rollout_event(now, fleet, 1e6, 8), Passed(1), Done()):
         assert isinstance(fact, Passed | Done)
-        now = apply(now, fact)
-    assert (now.status, now.counts()) == ("done", {"lost": 1, "": 1, "committed": 10})
-    told = view.detail(Kept(now, 0.0, 0.0, "me", ""))
+        now = apply_rollout_event(now, fact)
+    assert (now.status, now.count_outcomes()) == ("done", {"lost": 1, "": 1, "committed": 10})
+    told = view.detail_rollout(Kept(now, 0.0, 0.0, "me", ""))
     assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
     assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
     assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"
-    assert apply(now, Heard(devices[0], 7, "committed")).counts() == {"": 1, "committed": 11}
+    assert apply_rollout_event(now, Heard(devices[0], 7, "committed")).count_outcomes() == {"": 1, "committed": 11}
 
 
 def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
@@ -208,9 +210,9 @@ def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
         Passed(2),
         Done(),
     )
-    assert decide_rollout(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
+    assert decide_rollout_event(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
     some = (*rest[:3], Passed(1), Done())
-    assert decide_rollout(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
+    assert decide_rollout_event(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
 
 
 # -- what boards say, and are to have -------------------------------------------------------------
@@ -218,9 +220,9 @@ def test_what_a_board_says_is_noted_once() -> None:
     """A board repeats its message after each connecting; metrics that are unknown or not finite are dropped."""
     now = state(Offered(0, ("a",)))
     said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
-    fact = told(now, "a", said)
+    fact = event_from_report(now, "a", said)
     assert fact == Heard("a", 7, "soaking", "r", {"accuracy": 0.9})
-    assert told(apply(now, fact), "a", said) is None
+    assert event_from_report(apply_rollout_event(now, fact), "a", said) is None
 
 
 @pytest.mark.parametrize(
@@ -234,12 +236,12 @@ def test_what_a_board_says_is_noted_once() -> None:
 )
 def test_what_is_of_something_else_is_no_fact(device: str, said: wire.Installed) -> None:
     """Messages of a board that was not offered the release, of another kind or of an earlier release are no facts."""
-    assert told(state(Offered(0, ("a",))), device, said) is None
+    assert event_from_report(state(Offered(0, ("a",))), device, said) is None
 
 
 def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     """A board ignores a release that is older than its own, and would be waited for in vain."""
-    fact = told(state(Offered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
+    fact = event_from_report(state(Offered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
     assert fact is not None
     assert (fact.serial, fact.phase) == (7, "refused")
     assert "release 9 of other, and this is 7" in fact.reason
@@ -255,19 +257,19 @@ def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back:
     facts = [Offered(0, ("a",)), *(Heard("a", 7, phase) for phase in heard)]
     facts += [Passed(0), Done(), ends] if isinstance(ends, RolledBack) else [ends]
     now = state(*facts)
-    sent = release(now, "a")
+    sent = release_for_device(now, "a")
     if not back:
         assert sent is None
-        assert now.phase("a") == "refused"
+        assert now.device_phase("a") == "refused"
         return
     assert sent == wire.Release(rollout="r", kind="model", serial=9, name="n", back=True)
-    assert now.phase("a") == ""
-    assert apply(now, Heard("a", 9, "returned")).phase("a") == "returned"
+    assert now.device_phase("a") == ""
+    assert apply_rollout_event(now, Heard("a", 9, "returned")).device_phase("a") == "returned"
 
 
 def test_who_was_not_offered_it_is_sent_nothing() -> None:
     """A board outside the step is sent no release."""
-    assert release(state(Offered(0, ("a",))), "b") is None
+    assert release_for_device(state(Offered(0, ("a",))), "b") is None
 
 
 def test_facts_that_cannot_follow_are_refused() -> None:
@@ -287,7 +289,7 @@ def test_facts_that_cannot_follow_are_refused() -> None:
         for status in ("queued", "running", "done", "aborted", "rolled back"):
             now = Rollout("r", Plan("model", "n"), status)  # type: ignore[arg-type]
             if status in allowed:
-                apply(now, facts[kind])
+                apply_rollout_event(now, facts[kind])
             else:
                 with pytest.raises(JobError, match=f"cannot follow in r, which is {status}"):
-                    apply(now, facts[kind])
+                    apply_rollout_event(now, facts[kind])

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from job_facts import BLOB, after, update
 
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Ended, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Ended, Rounds, Started, apply_event
 from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.rounds import decide
+from fedquilt.coordinator.rounds import decide_event
 from fedquilt.coordinator.settings import Cohort, Stop
 
 
@@ -16,7 +16,7 @@ def played(state: Rounds, online: set[str], most: int = 30) -> list[tuple[int, b
     """(round, whether it settles, what is asked, how many are asked) of every round, until the job ends."""
     found = []
     for _ in range(most):
-        fact = decide(state, 0.0, online)
+        fact = decide_event(state, 0.0, online)
         if isinstance(fact, Ended):
             return found
         assert isinstance(fact, Asked)
@@ -49,28 +49,28 @@ def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the
     """Two rounds of two devices of five; all five are asked in the others. Without `settles` there is none."""
     plan = Plan(0, 2, msgspec.convert({"size": 2}, Cohort), check_every)
     online = {f"dev-{index}" for index in range(5)}
-    assert played(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), online) == wanted
-    plain = played(apply(Rounds(plan), Started(BLOB), 0.0), online)
+    assert played(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), online) == wanted
+    plain = played(apply_event(Rounds(plan), Started(BLOB), 0.0), online)
     assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
 
 
 def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends() -> None:
     """[stop] is reached after the first round of five."""
     plan = Plan(0, 5, Cohort(), 0, Stop(max_wall_s=0.5))
-    found = played(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), {"a"})
+    found = played(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), {"a"})
     assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
 
 
 def test_at_its_deadline_such_a_round_wants_no_more_than_another() -> None:
     """Ten devices, a size of two: five that are silent do not end the job."""
     plan = Plan(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, Cohort), 0)
-    state = after(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), Asked(0, 0, ("a", "b")))
+    state = after(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), Asked(0, 0, ("a", "b")))
     state = after(state, *[Answered(0, update(device)) for device in "ab"], Closed(0), Committed(0, BLOB, False, {}))
     assert state.settling
     online = set("abcdefghij")
-    fact = decide(state, 0.0, online)
+    fact = decide_event(state, 0.0, online)
     assert isinstance(fact, Asked)
     assert set(fact.devices) == online
     state = after(state, fact, *[Answered(1, update(device, 1)) for device in "abcde"])
-    assert decide(state, 5.0, online) is None
-    assert decide(state, 11.0, online) == Closed(1)
+    assert decide_event(state, 5.0, online) is None
+    assert decide_event(state, 11.0, online) == Closed(1)

@@ -32,11 +32,11 @@ from fedquilt.coordinator.facts import (
     Rounds,
     Started,
     Surveyed,
-    apply,
+    apply_event,
 )
-from fedquilt.coordinator.rounds import decide, survey
+from fedquilt.coordinator.rounds import decide_event, eligibility_event
 from fedquilt.coordinator.settings import Stop
-from fedquilt.coordinator.transitions import PHASES, TRANSITIONS, Phase, allowed
+from fedquilt.coordinator.transitions import PHASES, TRANSITIONS, Phase, next_phases
 from fedquilt.core import JobError, OperatingPoint, Profile, Usage, Work
 
 FACTS: tuple[AnyFact, ...] = (
@@ -66,12 +66,12 @@ FACTS: tuple[AnyFact, ...] = (
 def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyFact, phase: Phase) -> None:
     """Every fact in every phase: a Closed never brings a job that has ended back to life."""
     state = replace(begun(), phase=phase)
-    to = [p for p in allowed(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
+    to = [p for p in next_phases(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
     if to:
-        assert apply(state, fact, 1.0).phase in to
+        assert apply_event(state, fact, 1.0).phase in to
     else:
         with pytest.raises(JobError, match=f"{type(fact).__name__} in round 0 cannot happen to a job that is {phase}"):
-            apply(state, fact, 1.0)
+            apply_event(state, fact, 1.0)
 
 
 def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
@@ -87,9 +87,9 @@ def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
     state = after(begun(size=2), Asked(0, 0, ("a", "b")), *(Answered(0, update(name)) for name in "ab"), Closed(0))
     state = after(state, Lost(0, "b", "its blob is damaged"))
     assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
-    assert decide(state, 1.0, {"a", "b"}) is None
+    assert decide_event(state, 1.0, {"a", "b"}) is None
     state = after(state, Answered(0, update("b")))
-    assert decide(state, 1.0, {"a", "b"}) == Closed(0)
+    assert decide_event(state, 1.0, {"a", "b"}) == Closed(0)
     assert after(state, Closed(0), committed(0)).lost == frozenset()
 
 
@@ -98,16 +98,16 @@ def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed(
     state = after(begun(size=2), Asked(0, 0, ("a", "b")), Ended("stopped"), Answered(0, update("a")))
     assert state.phase == "stopped"
     state = after(state, Resumed(), Answered(0, update("b")))
-    assert decide(state, 1.0, {"a", "b"}) == Closed(0)
+    assert decide_event(state, 1.0, {"a", "b"}) == Closed(0)
 
 
 def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart() -> None:
     """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
     state = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
-    assert state.answered_by(update("a"), 130.0).took_s == 30.0
+    assert state.acceptance_event(update("a"), 130.0).took_s == 30.0
     restarted = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0, down_bytes=700, up_bytes=300))
-    assert restarted.answered_by(slow, 6.0).took_s == 28.0
+    assert restarted.acceptance_event(slow, 6.0).took_s == 28.0
     replayed = after(state, Answered(0, slow, 30.0), now_s=9999.0)
     assert replayed.took == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
@@ -115,11 +115,11 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
 def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
     """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
     state = begun()
-    first = survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
+    first = eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
     assert first == Surveyed(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
     state = after(state, first)
-    assert survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
-    second = survey(state, {"a", "c"}, {}, {"a": 3.0})
+    assert eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
+    second = eligibility_event(state, {"a", "c"}, {}, {"a": 3.0})
     assert second == Surveyed(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
     state = after(state, second)
     assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
@@ -139,7 +139,7 @@ def test_the_choice_rests_on_what_is_in_the_log() -> None:
     """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
     for round in range(20, 40):
         state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
-        assert decide(state, 0.0, {"a", "b"}) == Asked(round, 0, ("b",))
+        assert decide_event(state, 0.0, {"a", "b"}) == Asked(round, 0, ("b",))
 
 
 def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
@@ -148,9 +148,9 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
     state = after(Rounds(plan), Started(BLOB), Asked(0, 0, ("a",)))
     answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
     state = after(state, Answered(0, answer))
-    assert decide(state, 1.0, {"a"}) == Closed(0)
+    assert decide_event(state, 1.0, {"a"}) == Closed(0)
     state = after(state, Closed(0), committed(0))
-    assert decide(state, 1.0, {"a"}) == Ended("done", "max_joules: 6 J of 5 J are used up")
+    assert decide_event(state, 1.0, {"a"}) == Ended("done", "max_joules: 6 J of 5 J are used up")
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
@@ -161,9 +161,9 @@ def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
         *before, _ = whole_round("a", round=round)
         facts += [*before, Committed(round, BLOB, False, {}, (), took_s)]
     state = after(Rounds(plan), *facts[:5], now_s=5.0)
-    assert isinstance(decide(state, 5.0, {"a"}), Asked)
+    assert isinstance(decide_event(state, 5.0, {"a"}), Asked)
     assert after(Rounds(plan), *facts, now_s=5.0).spent == after(Rounds(plan), *facts, now_s=777.0).spent
-    assert decide(after(state, *facts[5:]), 5.0, {"a"}) == Ended("done", "max_wall_s: 70 s of 70 s are used up")
+    assert decide_event(after(state, *facts[5:]), 5.0, {"a"}) == Ended("done", "max_wall_s: 70 s of 70 s are used up")
 
 
 def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
@@ -172,7 +172,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
     state = after(begun(deadline="predicted"), Asked(0, 0, ("a",)))
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
-    fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
+    fact = state.acceptance_event(held, 120.0, Ask(Work(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
     assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
@@ -207,25 +207,25 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     for _ in range(400):
         now_s = float(next(now))
         online = {device for device in "abcdef" if roll.random() < 0.8}
-        fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
+        fact = decide_event(state, now_s, online, lambda device: asking(1.0 + ord(device)))
         if isinstance(fact, Asked):
             passed = dict.fromkeys(set("abcdef") - online, "offline")
-            seen = survey(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
+            seen = eligibility_event(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
             if seen is not None:
-                state = apply(state, seen, now_s)
+                state = apply_event(state, seen, now_s)
                 facts.append(seen)
-                fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
+                fact = decide_event(state, now_s, online, lambda device: asking(1.0 + ord(device)))
         if fact is None and state.phase == "closing":
             closed.append(state.round)
             fact = committed(state.round)
         elif fact is None and state.asked:
             device = roll.choice(sorted(state.asked))
             fact = roll.choice(
-                [state.answered_by(update(device, state.round), now_s), Declined(state.round, device, "x", "y")]
+                [state.acceptance_event(update(device, state.round), now_s), Declined(state.round, device, "x", "y")]
             )
         if fact is None:
             continue
-        before, state = state, apply(state, fact, now_s)
+        before, state = state, apply_event(state, fact, now_s)
         facts.append(fact)
         assert state.round >= before.round
         assert not state.asked & state.answered.keys()

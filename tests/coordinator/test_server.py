@@ -39,9 +39,9 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
     assert stage.server.finished
     state = stage.told(Committed)[0].state
-    stored = stage.store.depot.path(state.sha256)
+    stored = stage.store.depot.blob_path(state.sha256)
     assert stored is not None
-    assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
+    assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
 
@@ -97,7 +97,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
         told.append("computes")
         return commit(job, *rest)
 
-    monkeypatch.setattr(stage.executor, "tended", tended)
+    monkeypatch.setattr(stage.executor, "keep_alive", tended)
     monkeypatch.setattr(Running, "_compute_commit", noted)
     hand = stage.hand("a")
     stage.play()
@@ -114,9 +114,9 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
         hands[name].answer(ones(value))
         stage.play()
     assert [fact.update.device for fact in stage.told(Answered)] == ["a", "c", "b"]
-    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
     assert stored is not None
-    folded = tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"]
+    folded = tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
 
@@ -125,17 +125,17 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
 ) -> None:
     """Facts of one step are written at once, and each answer comes after that: a kill in between loses neither."""
     written: list[set[str]] = []
-    answer = stage.executor.answer
+    answer = stage.executor.send_ack
 
     def answered(device: str, ack: wire.Ack) -> None:
         with Store(stage.folder / "home") as store:
-            facts = [fact for _, _, fact in store.facts(stage.job)]
+            facts = [fact for _, _, fact in store.read_events(stage.job)]
         written.append({fact.update.device for fact in facts if isinstance(fact, Answered)})
         answer(device, ack)
 
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    monkeypatch.setattr(stage.executor, "answer", answered)
+    monkeypatch.setattr(stage.executor, "send_ack", answered)
     a.answer(ones())
     b.answer(ones())
     stage.play()
@@ -167,7 +167,7 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
     b.answer(ones())
     stage.play()
     assert [fact.devices for fact in stage.told(Asked)] == [("a", "b"), ("b",), ("b",)]
-    assert why.of(stage.store, stage.job).found[1]["a"].code == "memory"
+    assert why.load_outcomes(stage.store, stage.job).found[1]["a"].code == "memory"
     profile = Profile(
         device="a", board="hand", memory_bytes=1 << 30, budget_bytes=1 << 30, engines=("numpy",), versions={}
     )
@@ -181,20 +181,20 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     """A method that cuts each device its own part, as HeteroFL does: of a hundred parts the last few are held."""
     stage.hand("a")
     stage.play()
-    job = stage.server.job(stage.job)
+    job = stage.server.find_job(stage.job)
 
     def send(state: fedavg.State, view: DeviceView) -> Order:
         width = int(view.device) % 4 + 1
         return Order({}, {"model": {"w": np.ones(width, np.float32)}, "shared": state.model})
 
     monkeypatch.setattr(job, "method", replace(job.method, send=send))
-    made = [job.task(str(number), "numpy", None, 0.0) for number in range(100)]
+    made = [job.build_task(str(number), "numpy", None, 0.0) for number in range(100)]
     assert len({task.bundles["model"].sha256 for task in made}) == 4
-    assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent()
+    assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent_blobs()
     assert len(job._encoded) <= 4
     encoded = []
-    monkeypatch.setattr(tensors, "encode", lambda value, metadata: encoded.append(value) or b"")
-    job.task("1", "numpy", None, 0.0)
+    monkeypatch.setattr(tensors, "encode_tensors", lambda value, metadata: encoded.append(value) or b"")
+    job.build_task("1", "numpy", None, 0.0)
     assert not any(value is job.state.model for value in encoded)  # what all get is encoded once
 
 
@@ -211,7 +211,7 @@ def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
     stage.hand("a")
     stage.play(40.0)
     assert "silent: a" in stage.told(Ended)[0].reason
-    assert stage.store.status(stage.job) == "failed"
+    assert stage.store.stored_status(stage.job) == "failed"
 
 
 def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     b.say("telemetry", wire.Telemetry(temperature_c=85.0))
     stage.play()
     assert not stage.told(Asked)
-    found = why.of(stage.store, stage.job).found
+    found = why.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
-    active = stage.server.job(stage.job)
+    active = stage.server.find_job(stage.job)
     assert active is not None
     wait = waits.find_wait(active.rounds, active.engines, ["a", "b"])
     assert wait is not None
@@ -56,8 +56,8 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     stage.play()
     b.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
-    found = why.of(stage.store, stage.job).found
+    assert stage.store.stored_status(stage.job) == "done"
+    found = why.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
     stage.store.close()
 
@@ -126,5 +126,5 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     stage.play(2.0)
     last = stage.told(Asked)[2]
     assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
-    assert last.coverage[0] in log.sentences(last)[1]
+    assert last.coverage[0] in log.format_single_event(last)[1]
     stage.store.close()

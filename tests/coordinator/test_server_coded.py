@@ -41,9 +41,9 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 
 
 def ended_at(stage: Stage) -> list[float]:
-    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
     assert stored is not None
-    return tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist()
+    return tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist()
 
 
 def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:
@@ -54,10 +54,10 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     coded.play()
     (fact,) = coded.told(Answered)
     assert fact.update.bases == {}
-    kept = coded.store.depot.path(fact.update.bundles["model"].sha256)
+    kept = coded.store.depot.blob_path(fact.update.bundles["model"].sha256)
     assert kept is not None
-    np.testing.assert_allclose(tensors.read(kept)["1.bias"], [1, 1], rtol=1e-6)
-    assert coded.store.depot.path(update.bundles["model"].sha256) is None
+    np.testing.assert_allclose(tensors.read_tensors(kept)["1.bias"], [1, 1], rtol=1e-6)
+    assert coded.store.depot.blob_path(update.bundles["model"].sha256) is None
     assert [ack.accepted for ack in a.acks] == [True]
     by_int8(b, 3.0)
     coded.play()
@@ -96,7 +96,7 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
     by_int8(b, 3.0)
     coded.play()
     assert said in coded.told(Rejected)[0].reason
-    assert coded.store.depot.path(bad.bundles["model"].sha256) is None
+    assert coded.store.depot.blob_path(bad.bundles["model"].sha256) is None
     coded.play(40.0)
     assert coded.told(Committed) == [] or ended_at(coded) == pytest.approx([3, 3])
 
@@ -109,7 +109,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     coded.play()
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert "[wire]" in why.of(coded.store, coded.job).found[0]["old"].text
+    assert "[wire]" in why.load_outcomes(coded.store, coded.job).found[0]["old"].text
 
 
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
@@ -123,8 +123,8 @@ def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_
     for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
         sent.append(by_int8(hand, value).bundles["model"].sha256)
         coded.play()
-    assert [coded.store.depot.path(sha256) is None for sha256 in sent] == [True, False]
+    assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
     sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
     coded.play()
     assert coded.told(Committed)
-    assert [coded.store.depot.path(sha256) for sha256 in sent] == [None, None, None]
+    assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

@@ -47,7 +47,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
     """It follows from the bundle."""
     hand = stage.hand("a")
     stage.play()
-    (sha256,) = stage.store.states()
+    (sha256,) = stage.store.latest_state_hashes()
     flip(stage.store.depot.folder / sha256)
     stage.restart()
     stage.play()
@@ -66,15 +66,15 @@ class ReadOnly(Disk):
 
 def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
     """The depot's error is not the bundle's: the coordinator ends by it, and goes on where the disk is well again."""
-    folder = stage.store.jobs()[0].bundle
-    files = bundle.load(folder).files
+    folder = stage.store.readable_jobs()[0].bundle
+    files = bundle.load_bundle(folder).files
     depot = Depot(stage.folder / "other", disk=ReadOnly())
     with pytest.raises(StoreError, match="mounted read-only"):
-        mending.restore("j", depot, folder, files)
+        mending.restore_bundle_files("j", depot, folder, files)
     ref = next(iter(files.values()))
     flip(folder / "blobs" / ref.sha256)
     with pytest.raises(JobError, match=f"{ref.sha256} is damaged: make the bundle anew"):
-        mending.restore("j", Depot(stage.folder / "other"), folder, files)
+        mending.restore_bundle_files("j", Depot(stage.folder / "other"), folder, files)
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
@@ -86,7 +86,7 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
     blob = task.bundles["model"]
     stage.store.depot.discard_damaged(blob.sha256)
     stage.play(6.0)
-    assert stage.store.depot.has(blob)
+    assert stage.store.depot.has_blob(blob)
 
 
 def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
@@ -144,16 +144,16 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     stage = Stage(tmp_path)
     hand = stage.hand("a")
     stage.play()
-    kept = stage.store.states()
+    kept = stage.store.latest_state_hashes()
     stage.store._db.execute("update facts set at = at + 1 where seq = 1")
-    later = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    later = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.job = later
     stage.restart()
     stage.server._only = None
     stage.play()
     hand.answer(ones())
     stage.play()
-    assert [(row.id == later, row.status) for row in stage.store.jobs()] == [(False, "failed"), (True, "done")]
+    assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: fact 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.depot.ref(sha256) for sha256 in kept)
@@ -169,8 +169,8 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
         hand.answer(ones(), weight=10.0, metrics={"loss": value})
     stage.play()
     assert stage.told(Committed)[0].metrics == {"loss": pytest.approx(value)}
-    assert log.summary(stage.store.job(stage.job), stage.store)["problem"] is None
-    assert stage.store.status(stage.job) == "done"
+    assert log.summarise_run(stage.store.find_job(stage.job), stage.store)["problem"] is None
+    assert stage.store.stored_status(stage.job) == "done"
 
 
 def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Staged) -> None:
@@ -221,7 +221,7 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))
         stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert [fact.expected_s for fact in stage.told(Answered)] == [None, None]
     stage.store.close()
 
@@ -233,11 +233,11 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
     a = stage.hand("a")
     stage.play()
     monkeypatch.setattr(
-        stage.server.job(stage.job), "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"])
+        stage.server.find_job(stage.job), "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"])
     )
     a.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "failed"
+    assert stage.store.stored_status(stage.job) == "failed"
     assert "cannot be kept" in stage.told(Ended)[0].reason
 
 
@@ -260,7 +260,7 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: S
     stage.play()
     a.answer(ones())
     stage.play()
-    b.depot.put(tensors.encode(ones(3.0)))
+    b.depot.store_bytes(tensors.encode_tensors(ones(3.0)))
     with full_disk():
         update = b.answer(ones(3.0))
         stage.play()
@@ -300,5 +300,5 @@ def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Sta
     assert "tensor names differ" in stage.told(Rejected)[0].reason
     kept = {path.name for path in (stage.folder / "home" / "blobs").iterdir() if len(path.name) == 64}
     task = next(task for task in a.tasks if task)
-    pinned = {ref.sha256 for ref in task.bundles.values()} | stage.store.states()
+    pinned = {ref.sha256 for ref in task.bundles.values()} | stage.store.latest_state_hashes()
     assert kept == pinned

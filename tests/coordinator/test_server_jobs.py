@@ -27,14 +27,14 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    assert stage.store.status(stage.job) == "stopped"
+    assert stage.store.stored_status(stage.job) == "stopped"
     assert b.tasks[-1] is None
     stage.store.set_status(stage.job, "running")
     stage.restart()
     stage.play()
     b.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert len(stage.told(Answered)) == 2
 
 
@@ -52,7 +52,7 @@ def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(st
     stage.play()
     b.say("update", update)
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
 
 
 def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
@@ -68,8 +68,8 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
     """And the coordinator goes on."""
     (stage.folder / "bundle" / "bundle.json").unlink()
     stage.play()
-    assert stage.store.status(stage.job) == "failed"
-    (ended,) = [fact for _, _, fact in stage.store.facts(stage.job)]
+    assert stage.store.stored_status(stage.job) == "failed"
+    (ended,) = [fact for _, _, fact in stage.store.read_events(stage.job)]
     assert "fedquilt prepare" in ended.reason
 
 
@@ -80,18 +80,18 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
     stage.play()
     hand.answer(ones())
     stage.play()
-    (sha256,) = stage.store.states()
-    stage.store.depot.drop(sha256)
+    (sha256,) = stage.store.latest_state_hashes()
+    stage.store.depot.remove_blob(sha256)
     stage.restart()
     stage.play()
-    assert stage.store.status(stage.job) == "failed"
-    *_, (_, _, ended) = stage.store.facts(stage.job)
+    assert stage.store.stored_status(stage.job) == "failed"
+    *_, (_, _, ended) = stage.store.read_events(stage.job)
     assert "is gone from" in ended.reason
-    broken = stage.store.add(settings.parse(TABLE), stage.folder / "broken")
-    bundle.write(stage.folder / "broken", {}, {"model": tensors.encode(MODEL)})  # without its network
+    broken = stage.store.add_job(settings.parse_job(TABLE), stage.folder / "broken")
+    bundle.write_bundle(stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)})  # without its network
     stage.server.finished, stage.server._only = False, broken
     stage.play()
-    assert stage.store.status(broken) == "failed"
+    assert stage.store.stored_status(broken) == "failed"
 
 
 def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) -> None:
@@ -107,13 +107,16 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
     stage.play()
     a.answer(ones())
     stage.play()
-    assert [stage.store.status(job) for job in (first, second)] == ["running", "done"]
+    assert [stage.store.stored_status(job) for job in (first, second)] == ["running", "done"]
     b.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play()
     b.answer(ones())
     stage.play()
-    assert stage.store.status(first) == "done"
-    assert [fact.update.device for _, _, fact in stage.store.facts(first) if isinstance(fact, Answered)] == ["a", "b"]
+    assert stage.store.stored_status(first) == "done"
+    assert [fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, Answered)] == [
+        "a",
+        "b",
+    ]
     stage.store.close()
 
 
@@ -124,7 +127,7 @@ def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) 
     served = list[str]()
     for _ in range(140):
         stage.play(0.05)
-        served += [job.id for job in stage.server.jobs() if job.id not in served[-1:]]
+        served += [job.id for job in stage.server.active_jobs() if job.id not in served[-1:]]
     assert served[:4] == [*jobs, jobs[0]]
     stage.store.close()
 
@@ -133,28 +136,28 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its simulated boards are gone with it; that it is left alone is said once."""
-    job = settings.parse({**TABLE, "name": "simulated"})
-    left = stage.store.add(job, stage.folder / "bundle", "fleet")
+    job = settings.parse_job({**TABLE, "name": "simulated"})
+    left = stage.store.add_job(job, stage.folder / "bundle", "fleet")
     stage.store.set_status(left, "running")
     stage.server._only = None
     stage.hand("a")
     stage.play(5.0)
-    assert [job.id for job in stage.server.jobs()] == [stage.job]
+    assert [job.id for job in stage.server.active_jobs()] == [stage.job]
     assert [record.message for record in caplog.records if left in record.message] == [
         f"{left} is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`"
     ]
-    assert stage.store.status(left) == "running"
+    assert stage.store.stored_status(left) == "running"
 
 
 def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> None:
     """Its log holds nothing but the stop."""
-    stage.store.append(stage.job, Ended("stopped", "by request"))
+    stage.store.append_event(stage.job, Ended("stopped", "by request"))
     stage.store.set_status(stage.job, "running")
     a = stage.hand("a")
     stage.play()
     a.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
 
 
 def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
@@ -169,7 +172,7 @@ def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
 
     monkeypatch.setattr(stage.server._opening, "_load", stopped)
     stage.play()
-    assert stage.store.status(stage.job) == "stopped"
+    assert stage.store.stored_status(stage.job) == "stopped"
 
 
 def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
@@ -185,9 +188,9 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
         monkeypatch.undo()
         return []
 
-    monkeypatch.setattr(turns, "served", nobody)
+    monkeypatch.setattr(turns, "select_jobs", nobody)
     stage.play(4.0)
-    assert stage.store.status(stage.job) == "stopped"
+    assert stage.store.stored_status(stage.job) == "stopped"
 
 
 def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path: Path) -> None:
@@ -195,12 +198,12 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     stage = Stage(tmp_path, rounds=2)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    first = stage.server.jobs()[0].rounds.state
+    first = stage.server.active_jobs()[0].rounds.state
     assert first is not None
     updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
     stage.play()
     assert [fact.round for fact in stage.told(Asked)] == [0, 1]
     depot = stage.store.depot
-    assert not depot.has(first)
-    assert not any(depot.has(update.bundles["model"]) for update in updates)
-    assert depot.has(stage.told(Committed)[0].state)
+    assert not depot.has_blob(first)
+    assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
+    assert depot.has_blob(stage.told(Committed)[0].state)

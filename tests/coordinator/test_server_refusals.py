@@ -69,9 +69,9 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
     assert said in stage.told(Rejected)[0].reason
-    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
     assert stored is not None
-    assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
+    assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
 
 
 def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
@@ -90,12 +90,12 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
     """Whatever a method makes of finite updates: the job fails, and says which tensor came out so and of whom."""
     a = stage.hand("a")
     stage.play()
-    assert stage.server.job(stage.job) is not None
+    assert stage.server.find_job(stage.job) is not None
     broken = {**ones(), "1.bias": np.array([np.inf, 1], np.float32)}
     method = dataclasses.replace(
-        stage.server.job(stage.job).method, step=lambda state, total: dataclasses.replace(state, model=broken)
+        stage.server.find_job(stage.job).method, step=lambda state, total: dataclasses.replace(state, model=broken)
     )
-    monkeypatch.setattr(stage.server.job(stage.job), "method", method)
+    monkeypatch.setattr(stage.server.find_job(stage.job), "method", method)
     a.answer(ones(1.0))
     stage.play()
     assert not stage.told(Committed)
@@ -108,7 +108,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
     """Bytes that are not safetensors."""
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), bundles={"model": a.depot.put(b"\x80\x04pickle!")})
+    a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
     stage.play()
     assert "not a safetensors blob" in stage.told(Rejected)[0].reason
 
@@ -152,13 +152,13 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
     stage.play()
     model = {**ones(), **changed}
     held = {path.name for path in stage.store.depot.folder.iterdir()}
-    a.answer(model, layouts={"model": tensors.layout(model)})
-    b.answer(ones(2.0), layouts={"model": tensors.layout(ones())})
+    a.answer(model, layouts={"model": tensors.layout_from_tensors(model)})
+    b.answer(ones(2.0), layouts={"model": tensors.layout_from_tensors(ones())})
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(Rejected)] == [said]
     assert stage.executor._transfers.traffic_bytes("a", "up") == 0
     stage.play()
-    ref = a.depot.put(tensors.encode(model))
+    ref = a.depot.store_bytes(tensors.encode_tensors(model))
     assert ref.sha256 not in {path.name for path in stage.store.depot.folder.iterdir()} - held
     assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
     assert not stage.told(Answered)[0].update.layouts  # the log does not keep it
@@ -175,12 +175,12 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
     before = {path.name for path in stage.store.depot.folder.iterdir()}
     size = 2_000_000
     for number in range(20):
-        whole = a.depot.put(np.full(1000, number, np.uint8).tobytes())
-        half = a.depot.put(np.full(size, number, np.uint8).tobytes())
+        whole = a.depot.store_bytes(np.full(1000, number, np.uint8).tobytes())
+        half = a.depot.store_bytes(np.full(size, number, np.uint8).tobytes())
         a.answer(ones(), bundles={"one": whole, "two": half})
         for _ in range(6):
             stage.play(0.05)
-        a.depot.drop(half.sha256)
+        a.depot.remove_blob(half.sha256)
         if ends == "failed":
             stage.play(4.0)
     parts = list(stage.store.depot.folder.glob("*.part"))

@@ -85,20 +85,20 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     first, second = stage.told(Asked)
     assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, chosen for it" in log.sentences(second)[0]
+    assert "deadline 30 s, chosen for it" in log.format_single_event(second)[0]
     task = a.tasks[-1]
     assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
-    before = stage.server.job(stage.job).rounds
+    before = stage.server.find_job(stage.job).rounds
     stage.restart()
     stage.play()
-    after = stage.server.job(stage.job).rounds
+    after = stage.server.find_job(stage.job).rounds
     assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
     stage.play(60.0)
     assert len(stage.told(Extended)) == 1
     stage.restart()
     stage.play()
-    assert stage.server.job(stage.job).rounds.extended
+    assert stage.server.find_job(stage.job).rounds.extended
     a.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
@@ -111,15 +111,15 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
     (asked,) = stage.told(Asked)
-    before = stage.server.job(stage.job).rounds
+    before = stage.server.find_job(stage.job).rounds
     assert before.eligible == {"a", "b", "c"}
     stage.restart()
     stage.play()
-    after = stage.server.job(stage.job).rounds
+    after = stage.server.find_job(stage.job).rounds
     assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
     hands[asked.devices[0]].answer(ones())
     stage.play()
-    told = why.of(stage.store, stage.job).found[0]
+    told = why.load_outcomes(stage.store, stage.job).found[0]
     assert sorted(part.text for part in told.values()) == [
         "not drawn: place 2 of 3, 1 selected",
         "not drawn: place 3 of 3, 1 selected",
@@ -140,14 +140,14 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     first, needed = stage.job, stage.store.referenced_blobs()
     assert len(needed) == 2
 
-    stage.job = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.job = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.restart()
     stage.play()
     for hand in stage.hands:
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
-    assert all(stage.store.depot.path(sha256) for sha256 in needed)
+    assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
 
     stage.job = first
     stage.store.set_status(first, "running")
@@ -155,7 +155,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     stage.play()
     stage.hands[1].answer(ones(5.0))
     stage.play()
-    assert stage.store.status(first) == "done"
+    assert stage.store.stored_status(first) == "done"
     stage.store.close()
 
 
@@ -181,7 +181,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
         stage.play()
     else:
         assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
-    row = stage.store.job(stage.job)
+    row = stage.store.find_job(stage.job)
     assert row.status == "done"
     assert Running(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
 
@@ -218,7 +218,7 @@ class Wall(Disk):
         super().__init__()
         self.broker, self.ahead_s = broker, 1e9
 
-    def wall_s(self) -> float:
+    def wall_clock_s(self) -> float:
         """See `Disk`."""
         return self.broker.now_s + self.ahead_s
 
@@ -247,7 +247,7 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
         stage.play(1.0)
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
     (committed,) = stage.told(Committed)
-    state = tensors.unpack(stage.store.depot.load(committed.state.sha256), fedavg.State)
+    state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), fedavg.State)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
     stage.store.close()

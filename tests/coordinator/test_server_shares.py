@@ -55,7 +55,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     assert set(asked.devices) == set("abc") - {had}
     (noted,) = facts(stage, second, Surveyed)
     assert noted.passed == {"busy": (had,)}
-    assert why.of(stage.store, second).found[0][had].code == "busy"
+    assert why.load_outcomes(stage.store, second).found[0][had].code == "busy"
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
@@ -65,7 +65,7 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: 
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
     work(stage, workers, 50.0)
     assert len(facts(stage, stage.job, Committed)) > 10
-    assert len(list(stage.store.facts(waits))) <= 3
+    assert len(list(stage.store.read_events(waits))) <= 3
 
 
 def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) -> None:
@@ -75,14 +75,14 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) ->
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
-    codes = {name: part.code for name, part in why.of(stage.store, stage.job).found[0].items()}
+    codes = {name: part.code for name, part in why.load_outcomes(stage.store, stage.job).found[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(ones())
     stage.play()
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
     workers = [Worker(hand, {}) for hand in hands]
     work(stage, workers, 10.0)
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert len(stage.told(Answered)) == 4
 
 
@@ -93,13 +93,13 @@ def test_why_says_that_a_job_waits_for_its_submitters_share(staged: Staged) -> N
     stage.play()
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
-    codes = [part.code for part in why.of(stage.store, stage.job).found[0].values()]
+    codes = [part.code for part in why.load_outcomes(stage.store, stage.job).found[0].values()]
     assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
-    assert "share" in {part.code for part in why.of(stage.store, second).found[0].values()}
+    assert "share" in {part.code for part in why.load_outcomes(stage.store, second).found[0].values()}
     assert len(facts(stage, second, Surveyed)) == 1
     work(stage, [Worker(hand, {}) for hand in hands], 10.0)
-    assert [stage.store.status(id) for id in (stage.job, second)] == ["done", "done"]
-    assert "share" not in {part.code for part in why.of(stage.store, second).found[0].values()}
+    assert [stage.store.stored_status(id) for id in (stage.job, second)] == ["done", "done"]
+    assert "share" not in {part.code for part in why.load_outcomes(stage.store, second).found[0].values()}
 
 
 def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs: TwoJobs) -> None:
@@ -107,21 +107,23 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     stage, first, second, a, b = two_jobs
     third = stage.add("l", cohort={**LONG, "min_devices": 3})
     stage.play()
-    own = housekeeping.own(stage.store)
-    assert {log.summary(row, stage.store, own)["waits"] for row in stage.store.jobs()} == {None}  # nobody serves them
-    stage.store.lock()  # as the coordinator's process does
-    rows = {row.id: log.summary(row, stage.store, own) for row in stage.store.jobs()}
+    own = housekeeping.exclusive_bytes(stage.store)
+    assert {log.summarise_run(row, stage.store, own)["waits"] for row in stage.store.readable_jobs()} == {
+        None
+    }  # nobody serves them
+    stage.store.acquire_lock()  # as the coordinator's process does
+    rows = {row.id: log.summarise_run(row, stage.store, own) for row in stage.store.readable_jobs()}
     assert rows[first]["waits"] is None
     said = "devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks, at least "
     assert [rows[id]["waits"] for id in (second, third)] == [f"{said}1 needed", f"{said}3 needed"]
-    assert log.lines(list(rows.values()))[3:] == [f"{id} waits for {rows[id]['waits']}" for id in (second, third)]
-    (state,) = stage.store.states()
+    assert log.format_runs(list(rows.values()))[3:] == [f"{id} waits for {rows[id]['waits']}" for id in (second, third)]
+    (state,) = stage.store.latest_state_hashes()
     ref = stage.store.depot.ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
     a.answer(ones())
     stage.play()
-    grown = housekeeping.own(stage.store)[first] - own[first]
+    grown = housekeeping.exclusive_bytes(stage.store)[first] - own[first]
     assert grown > next(iter(stage.told(Answered)[0].update.bundles.values())).size  # and the fact
     assert b.tasks[-1] is not None
 
@@ -135,17 +137,17 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Sta
         stage.play()
         a.answer(ones(float(ord(name))))
         stage.play()
-        assert stage.store.status(second) == "done"
+        assert stage.store.stored_status(second) == "done"
         ended.append(second)
         second = stage.add(name, cohort=LONG)
     stage.play()
-    assert [row.id for row in stage.store.jobs()] == [*ended, second]  # deleted at its leisure
+    assert [row.id for row in stage.store.readable_jobs()] == [*ended, second]  # deleted at its leisure
     stage.server._tidy_s = 0.0
     stage.play()
-    assert [row.id for row in stage.store.jobs()] == [ended[-1], second]
+    assert [row.id for row in stage.store.readable_jobs()] == [ended[-1], second]
     a.answer(ones())
     stage.play()
-    assert stage.store.status(second) == "done"
+    assert stage.store.stored_status(second) == "done"
 
 
 def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
@@ -160,10 +162,10 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
         if later_s == 7200.0:
             a.answer(ones())
             stage.play()
-            assert stage.store.status(stage.job) == "done"
+            assert stage.store.stored_status(stage.job) == "done"
         stage.server._tidy_s = 0.0
         stage.play()
-        assert [row.id for row in stage.store.jobs()] == left
+        assert [row.id for row in stage.store.readable_jobs()] == left
 
 
 def test_why_ends_with_what_the_job_waits_for(staged: Staged, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +175,7 @@ def test_why_ends_with_what_the_job_waits_for(staged: Staged, capsys: pytest.Cap
     stage.play()
     assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
     assert "waits for" not in capsys.readouterr().out  # nobody serves it
-    stage.store.lock()  # as the coordinator's process does
+    stage.store.acquire_lock()  # as the coordinator's process does
     assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
     said = f"{stage.job} waits for devices that run torch or numpy: 1 online, at least 3 needed"
     assert capsys.readouterr().out.splitlines()[-1] == said

@@ -20,7 +20,7 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
     """A round of all boards asks the free ones at once and each of the others as soon as it is free."""
     stage, first, second, a, b = two_jobs
     stage.play()
-    assert [job.id for job in stage.server.jobs()] == [first, second]
+    assert [job.id for job in stage.server.active_jobs()] == [first, second]
     assert facts(stage, second, Asked) == []
     a.answer(ones())
     stage.play()
@@ -28,12 +28,12 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
     assert [fact.devices for fact in facts(stage, second, Asked)] == [("a",)]
     b.answer(ones())
     stage.play()
-    assert stage.store.status(first) == "done"
+    assert stage.store.stored_status(first) == "done"
     assert [fact.devices for fact in facts(stage, second, Asked)] == [("a",), ("b",)]
     a.answer(ones())
     b.answer(ones())
     stage.play()
-    assert stage.store.status(second) == "done"
+    assert stage.store.stored_status(second) == "done"
     assert {fact.update.device for fact in facts(stage, second, Answered)} == {"a", "b"}
 
 
@@ -52,7 +52,7 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     stage.play()
     b.answer(ones())
     stage.play()
-    assert stage.store.status(second) == "done"
+    assert stage.store.stored_status(second) == "done"
 
 
 def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged: Staged) -> None:
@@ -62,20 +62,20 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
     stage.play()
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     second = stage.add("k", cohort=LONG)
-    while [job.id for job in stage.server.jobs()] != [second]:
+    while [job.id for job in stage.server.active_jobs()] != [second]:
         stage.play(0.5)
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(5.0)
     stage.server._limits = Limits(running=2)
     stage.play(5.0)
-    assert stage.server.job(first) is not None
+    assert stage.server.find_job(first) is not None
     stage.play(350.0)
     assert {fact.attempt for fact in facts(stage, first, Reopened)} == {0}
     a.answer(ones())
     stage.play()
     a.answer(ones())
     stage.play()
-    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
 @pytest.mark.parametrize("bad", ["a", "abcd"])
@@ -83,14 +83,14 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     staged: Staged, monkeypatch: pytest.MonkeyPatch, bad: str
 ) -> None:
     """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
-    plain = Running.task
+    plain = Running.build_task
 
     def task(self: Running, device: str, *rest: Any) -> Task | None:
         if device in bad and self.job.name == "j":
             raise ValueError("no task")
         return plain(self, device, *rest)
 
-    monkeypatch.setattr(Running, "task", task)
+    monkeypatch.setattr(Running, "build_task", task)
     stage = staged(cohort=LONG)
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -125,7 +125,7 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
     (ended,) = stage.told(Ended)
     assert ended.status == "failed"
     assert "within 20 s ([cohort] start_timeout_s): 1 device could be asked, 3 needed" in ended.reason
-    assert stage.store.status(other) in ("queued", "running")
+    assert stage.store.stored_status(other) in ("queued", "running")
 
 
 def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) -> None:
@@ -141,11 +141,11 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other job asks the board while the round goes on in which the method had nothing for it."""
-    plain = Running.task
+    plain = Running.build_task
     nothing = ("j", "a")
     monkeypatch.setattr(
         Running,
-        "task",
+        "build_task",
         lambda job, device, *rest: None if (job.job.name, device) == nothing else plain(job, device, *rest),
     )
     stage, first, second, a, b = begin_two_jobs(staged(cohort=LONG))
@@ -161,7 +161,7 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(35.0)
     assert facts(stage, stage.job, Reopened)
-    assert stage.server.jobs()[0].rounds.silent == ("a",)
+    assert stage.server.active_jobs()[0].rounds.silent == ("a",)
     assert a.tasks[-1] is not None
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -174,7 +174,7 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
     stage.play()
     stage.store.set_status(first, "stopping")
     stage.play()
-    assert stage.store.status(first) == "stopped"
+    assert stage.store.stored_status(first) == "stopped"
     assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]  # type: ignore[union-attr]
     stage.store.set_status(first, "running")
     stage.play()
@@ -187,7 +187,7 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
     a.answer(ones())
     b.answer(ones())
     stage.play()
-    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
 def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJobs) -> None:
@@ -204,7 +204,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
     stage.play()
     b.answer(ones())
     stage.play()
-    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
@@ -228,7 +228,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     stage.play()
     b.answer(ones(2.0))
     stage.play()
-    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
     assert {fact.update.device for fact in facts(stage, second, Answered)} == {"a", "b"}
 
 
@@ -246,7 +246,7 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Stag
     assert facts(stage, second, Committed) == []
     stage.play(2.0)
     assert facts(stage, second, Reopened) == []
-    assert stage.store.status(second) == "done"
+    assert stage.store.stored_status(second) == "done"
     assert [fact.update.device for fact in facts(stage, second, Answered)] == ["a"]
 
 
@@ -265,7 +265,7 @@ def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJo
     assert a.tasks[-1] == task
     b.answer(ones())
     stage.play()
-    assert stage.store.status(first) == "done"
+    assert stage.store.stored_status(first) == "done"
 
 
 def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs) -> None:
@@ -278,7 +278,7 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs)
         task = hand.tasks[-1]
         assert task is not None
         assert task.job == second
-        assert all(stage.store.depot.has(ref) for ref in task.bundles.values())
+        assert all(stage.store.depot.has_blob(ref) for ref in task.bundles.values())
 
 
 def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged: Staged) -> None:
@@ -297,7 +297,7 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     hands[0].answer(ones(5.0))
     stage.play()
     assert hands[1].tasks[-1] == tasks[1]
-    assert all(stage.store.depot.has(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
+    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
 
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
@@ -309,10 +309,10 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
     a.say("claim", claim)
     stage.play()
     assert stage.store.epoch == 8
-    stage.store.lock()  # as the coordinator's process does
-    assert [stage.store.standing(stage.store.job(id)) for id in (first, second)] == ["running", "running"]
+    stage.store.acquire_lock()  # as the coordinator's process does
+    assert [stage.store.current_status(stage.store.find_job(id)) for id in (first, second)] == ["running", "running"]
     assert a.tasks[-1] is not None
     assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
     b.answer(ones())
     stage.play()
-    assert stage.store.status(first) == "done"
+    assert stage.store.stored_status(first) == "done"

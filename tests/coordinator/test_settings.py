@@ -19,22 +19,22 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     """Only name and method are needed."""
-    job = settings.load(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
+    job = settings.load_job(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
     assert (job.rounds, job.cohort.quorum) == (10, 1.0)
-    assert settings.params(job).lr == 0.1
+    assert settings.parse_params(job).lr == 0.1
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", methods.builtin_names())
 def test_a_methods_parameters_are_what_its_own_class_makes(name: str) -> None:
     """With every default in the object itself: a method may look at it as at any other."""
-    job = settings.parse({"name": "a", "method": name})
-    assert vars(settings.params(job)) == vars(methods.load(name).params())
+    job = settings.parse_job({"name": "a", "method": name})
+    assert vars(settings.parse_params(job)) == vars(methods.load(name).params())
 
 
 def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
     """So that a job can be moved together with its data."""
     (tmp_path / "x.npz").touch()
-    job = settings.load(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\n'))
+    job = settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\n'))
     assert job.data["path"] == str(tmp_path / "x.npz")
 
 
@@ -66,7 +66,7 @@ def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: 
     """The file, the key and what is expected."""
     path = write(tmp_path, text)
     with pytest.raises(JobError) as caught:
-        settings.load(path)
+        settings.load_job(path)
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -74,7 +74,7 @@ def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: 
 def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     """With the reason of the operating system."""
     with pytest.raises(JobError, match="No such file"):
-        settings.load(tmp_path / "none.toml")
+        settings.load_job(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -91,43 +91,43 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
 def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, params: dict, said: str) -> None:
     """The range is the parameter's own."""
     with pytest.raises(JobError) as caught:
-        settings.parse({"name": "j", "method": method, "params": params})
+        settings.parse_job({"name": "j", "method": method, "params": params})
     assert said in str(caught.value)
 
 
 def test_limits_from_the_command_line_replace_the_jobs_own_where_they_are_given() -> None:
     """The others stay."""
-    job = settings.parse({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
-    assert settings.limited(job, None, None, None) == job
-    assert settings.limited(job, 7.0, None, 60.0).stop == settings.Stop(7.0, 9, 60.0)
+    job = settings.parse_job({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
+    assert settings.with_limits(job, None, None, None) == job
+    assert settings.with_limits(job, 7.0, None, 60.0).stop == settings.Stop(7.0, 9, 60.0)
 
 
 def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:
     """And an exact method's always."""
-    assert settings.parse({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()
-    chosen = settings.parse({"name": "j", "method": "fedavg", "wire": {"codec": "topk", "keep": 0.01}})
+    assert settings.parse_job({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()
+    chosen = settings.parse_job({"name": "j", "method": "fedavg", "wire": {"codec": "topk", "keep": 0.01}})
     assert chosen.wire == Encoding(codec="topk", keep=0.01)
 
 
 def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path: Path) -> None:
     """By what only they have."""
     with pytest.raises(JobError, match="these are a board's settings, and a job is wanted"):
-        settings.load(write(tmp_path, 'device = "a"\nhome = "h"\n'))
+        settings.load_job(write(tmp_path, 'device = "a"\nhome = "h"\n'))
 
 
 def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path: Path) -> None:
     """After all that there are."""
     with pytest.raises(JobError, match=r"there are: .*; did you mean 'fedavg'\?"):
-        settings.load(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
+        settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
     with pytest.raises(JobError, match=r"did you mean 'scaffold'\?"):
-        settings.load(write(tmp_path, 'name = "j"\nmethod = "SCAFFOLD"\n'))
+        settings.load_job(write(tmp_path, 'name = "j"\nmethod = "SCAFFOLD"\n'))
     with pytest.raises(JobError, match=r"no such parameter; it has .*; did you mean 'epochs'\?"):
-        settings.load(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[params]\nepoch = 1\n'))
+        settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[params]\nepoch = 1\n'))
 
 
 def test_scaffold_refuses_the_codec_that_its_variates_cannot_do_with() -> None:
     """At submission, with the reason and what to take instead; codecs that round every entry a little are taken."""
     with pytest.raises(JobError, match=r"codec = 'topk': SCAFFOLD .* take 'int8', 'fp16' or 'raw'"):
-        settings.parse({"name": "j", "method": "scaffold", "wire": {"codec": "topk"}})
+        settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": "topk"}})
     for codec in ("raw", "fp16", "int8"):
-        assert settings.parse({"name": "j", "method": "scaffold", "wire": {"codec": codec}}).wire.codec == codec
+        assert settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": codec}}).wire.codec == codec

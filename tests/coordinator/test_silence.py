@@ -218,8 +218,10 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     assert closed_after_s(stage, 100.0) <= SILENT_S + TURN_S
     stage.play()
     assert stage.told(Asked)[-1].devices == ("a", "b")
-    assert stage.server.registry.online(stage.broker.now_s) == {"a", "b"}
-    assert stage.server.registry.barred(stage.server.jobs()[0].wants, stage.broker.now_s) == {"c": "silent"}
+    assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
+    assert stage.server.registry.ineligible_devices(stage.server.active_jobs()[0].wants, stage.broker.now_s) == {
+        "c": "silent"
+    }
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()
     assert stage.told(Asked)[-1].devices == ("c",)
@@ -245,7 +247,7 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Pat
     c.answers = False
     stage.restart()
     stage.play(RETURN_S + REQUESTS * AGAIN_S + TURN_S)
-    assert stage.server.registry.online(stage.broker.now_s) == {"a", "b"}
+    assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
     a.answer(ones())
     b.answer(ones())
     assert closed_after_s(stage, 10.0) <= TURN_S

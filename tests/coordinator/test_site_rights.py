@@ -36,7 +36,9 @@ def task_of(hand: Hand) -> Task:
 def speak(site: Hand, *names: str) -> None:
     """Submit updates of these devices."""
     given = [Contribution(name, 0, 10.0, {}, {"model": ones(7.0)}) for name in names]
-    bundles = {name: site.depot.put(tensors.encode(each)) for name, each in passed.bundled(given)}
+    bundles = {
+        name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in passed.bundle_updates(given)
+    }
     site.answer(ones(), bundles=bundles, weight=10.0 * len(names))
 
 
@@ -115,7 +117,7 @@ def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
     """A device that the log alone knows, as it has not come back yet, is still no board of a site."""
     made = stage(tmp_path)
     device, plant = made.hands
-    made.broker.lose(device.link)
+    made.broker.lose_client(device.link)
     made.restart()
     made.play()
     speak(plant, "a", "cam-1")

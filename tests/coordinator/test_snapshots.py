@@ -18,7 +18,7 @@ from stored_job import JOB
 from stored_runs import DEVICES, Run, any_fact, blob_of, state, taken_up, whole
 
 from fedquilt.coordinator import snapshots
-from fedquilt.coordinator.facts import Closed, Committed, Ended, Folded, Rounds, Started, Surveyed, apply
+from fedquilt.coordinator.facts import Closed, Committed, Ended, Folded, Rounds, Started, Surveyed, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
 
@@ -28,7 +28,7 @@ def behind(made: Run) -> int:
     with Store(made.store.home) as store:
         standing, upto = taken_up(store, made.id, made.plan)
         assert standing == whole(store, made.id, made.plan) == made.standing
-        return sum(seq > upto for seq, _, _ in store.facts(made.id))
+        return sum(seq > upto for seq, _, _ in store.read_events(made.id))
 
 
 # -- what it holds --------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) 
 def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], Store]) -> None:
     """A snapshot that rests on them would outlive them where the process is killed."""
     made = Run(often())
-    with made.store.together():
+    with made.store.batch_events():
         made.record(Started(BLOB))
         made.round(0, "a")
         assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
@@ -108,7 +108,7 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Ca
     """The state of this process is not what that log comes to."""
     made, other = Run(often()), often()
     made.record(Started(BLOB))
-    other.append(made.id, Surveyed(0, ("z",)))
+    other.append_event(made.id, Surveyed(0, ("z",)))
     made.round(0, "a")
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
@@ -168,11 +168,11 @@ def test_a_snapshot_of_another_version_is_passed_over(run: Run, monkeypatch: pyt
 
 def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A log that was put back from an older copy: the run goes on from what that says."""
-    keep = list(run.store.facts(run.id))[12][0]
+    keep = list(run.store.read_events(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
     with run.store._write_transaction():
         run.store._db.execute("delete from facts where seq > ?", (keep,))
-        run.store._rows.change(run.id, head=head)
+        run.store._rows.update_job(run.id, head=head)
     with Store(run.store.home) as store:
         standing, upto = taken_up(store, run.id, run.plan)
         assert (standing, upto) == (whole(store, run.id, run.plan), 0)
@@ -201,12 +201,12 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")
     with Store(run.store.home) as store:
         assert taken_up(store, run.id, run.plan)[0] == run.standing
-        assert store.unsound() == []
+        assert store.find_damaged_ids() == []
         with pytest.raises(Exception, match="fact 5, or the one before it, is not what was written"):
-            list(store.facts(run.id))
+            list(store.read_events(run.id))
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 31")
     with Store(run.store.home) as store:
-        assert store.unsound() == [run.id]
+        assert store.find_damaged_ids() == [run.id]
         with pytest.raises(Exception, match="fact 31, or the one before it, is not what was written"):
             taken_up(store, run.id, run.plan)
 
@@ -223,19 +223,19 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fedquilt.coordinator import snapshots
-from fedquilt.coordinator.facts import Rounds, apply
+from fedquilt.coordinator.facts import Rounds, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import encoded
+from fedquilt.coordinator.store_rows import encode_lossless
 
 store = Store(Path(sys.argv[1]), every=-9)
-row = store.jobs()[0]
-plan = Plan.of(row.job)
+row = store.readable_jobs()[0]
+plan = Plan.from_job(row.job)
 standing, upto = store.snapshots.load_state(row.id, plan, 7.0)
-for _, _, fact in store.facts(row.id, upto):
-    standing.apply_fact(fact, apply(standing.rounds, fact, 7.0))
+for _, _, fact in store.read_events(row.id, upto):
+    standing.apply_event(fact, apply_event(standing.rounds, fact, 7.0))
 store._db.set_trace_callback(lambda said: os.kill(os.getpid(), signal.SIGKILL) if said == "commit" else None)
-store.snapshots.keep(row.id, standing)
+store.snapshots.save_if_due(row.id, standing)
 """
 
 
@@ -251,9 +251,9 @@ def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run
 
 def test_the_rules_of_the_facts_are_those_that_snapshots_name() -> None:
     """A state that another rule makes of the same facts would be taken for today's: raise `snapshots.RULES` then."""
-    roll, now, seen = random.Random(5), Rounds(Plan.of(JOB)), hashlib.sha256()
+    roll, now, seen = random.Random(5), Rounds(Plan.from_job(JOB)), hashlib.sha256()
     sorts = msgspec.json.Encoder(enc_hook=list, order="deterministic")
     for _ in range(400):
-        now = apply(now, any_fact(roll, "run", now), 1.0)
+        now = apply_event(now, any_fact(roll, "run", now), 1.0)
         seen.update(sorts.encode(now))
     assert (seen.hexdigest()[:16], snapshots.RULES) == ("24a774d9150c8ebb", 9)

@@ -29,19 +29,19 @@ def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
 ) -> None:
     """A second store on the folder stands for the process after a kill -9."""
     store = opened()
-    id = store.add(JOB, tmp_path / "bundle")
+    id = store.add_job(JOB, tmp_path / "bundle")
     facts = [Started(BlobRef(sha256="a" * 64, size=3)), Asked(0, 0, ("x", "y")), Ended("done")]
     for fact in facts:
-        store.append(id, fact)
+        store.append_event(id, fact)
     again = opened()
-    assert [fact for _, _, fact in again.facts(id)] == facts
-    assert again.job(id).job == JOB
+    assert [fact for _, _, fact in again.read_events(id)] == facts
+    assert again.find_job(id).job == JOB
 
 
 def append_and_fail(store: Store, id: str) -> None:
     """One fact that can be kept, and one that cannot."""
-    store.append(id, Ended("done"))
-    store.append(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
+    store.append_event(id, Ended("done"))
+    store.append_event(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
 
 
 def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
@@ -49,21 +49,21 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
 ) -> None:
     """One transaction; until then nobody else finds the database busy, and an error on the way leaves none of them."""
     store, other = opened(), opened()
-    id = store.add(JOB, tmp_path / "bundle")
+    id = store.add_job(JOB, tmp_path / "bundle")
     said: list[str] = []
     store._db.set_trace_callback(said.append)
-    with store.together():
+    with store.batch_events():
         for round in range(3):
-            store.append(id, Asked(round, 0, ("x",)))
-        assert list(other.facts(id)) == []
+            store.append_event(id, Asked(round, 0, ("x",)))
+        assert list(other.read_events(id)) == []
         other.set_status(id, "running")
-    assert [fact.round for _, _, fact in other.facts(id) if isinstance(fact, Asked)] == [0, 1, 2]
+    assert [fact.round for _, _, fact in other.read_events(id) if isinstance(fact, Asked)] == [0, 1, 2]
     assert [line.lower() for line in said].count("commit") == 1
-    with pytest.raises(JobError, match="cannot be kept"), store.together():
+    with pytest.raises(JobError, match="cannot be kept"), store.batch_events():
         append_and_fail(store, id)
-    assert len(list(other.facts(id))) == 3
-    store.append(id, Ended("done"))
-    assert len(list(other.facts(id))) == 4
+    assert len(list(other.read_events(id))) == 3
+    store.append_event(id, Ended("done"))
+    assert len(list(other.read_events(id))) == 4
 
 
 def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
@@ -71,45 +71,45 @@ def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
 ) -> None:
     """Two runs in the same second, too."""
     store = opened()
-    first, second = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
+    first, second = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
     assert first != second
     assert first.startswith("digits-20")
-    assert store.job("digits").id == second
-    assert store.job(first).id == first
-    assert [row.status for row in store.jobs()] == ["queued", "queued"]
+    assert store.find_job("digits").id == second
+    assert store.find_job(first).id == first
+    assert [row.status for row in store.readable_jobs()] == ["queued", "queued"]
 
 
 def test_only_one_coordinator_holds_a_folder(opened: Callable[[], Store]) -> None:
     """And the next may once it is gone."""
     first, second = opened(), opened()
-    assert first.lock()
-    assert not second.lock()
+    assert first.acquire_lock()
+    assert not second.acquire_lock()
     first.close()
-    assert second.lock()
+    assert second.acquire_lock()
 
 
 def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """Older states may go."""
     store = opened()
     for letter in "ab":
-        id = store.add(JOB, tmp_path)
-        store.append(id, Started(BlobRef(sha256=letter * 64, size=3)))
-    store.append(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}))
-    store.append(id, Ended("done"))
-    assert store.states() == {"a" * 64, "c" * 64}
+        id = store.add_job(JOB, tmp_path)
+        store.append_event(id, Started(BlobRef(sha256=letter * 64, size=3)))
+    store.append_event(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}))
+    store.append_event(id, Ended("done"))
+    assert store.latest_state_hashes() == {"a" * 64, "c" * 64}
 
 
 def test_epochs_grow(opened: Callable[[], Store]) -> None:
     """Each start of a coordinator is told apart."""
-    assert [opened().next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert [opened().begin_epoch() for _ in range(3)] == [1, 2, 3]
 
 
 def test_an_unknown_run_names_those_there_are(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """So that a typing error is seen."""
     store = opened()
-    store.add(JOB, tmp_path)
+    store.add_job(JOB, tmp_path)
     with pytest.raises(StoreError, match=r"no run 'digit'.*there are: digits-20"):
-        store.job("digit")
+        store.find_job("digit")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Store]) -> None:
     """So that nobody waits for one that is gone."""
     holder, asker = opened(), opened()
-    assert not asker.served()
-    assert holder.lock()
-    assert asker.served()
-    assert holder.served()
+    assert not asker.is_served()
+    assert holder.acquire_lock()
+    assert asker.is_served()
+    assert holder.is_served()
     holder.close()
-    assert not asker.served()
+    assert not asker.is_served()
 
 
 def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
@@ -135,11 +135,11 @@ def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
 ) -> None:
     """The second one submits between the look of the first one and what that writes: it waits for that."""
     first, found = opened(), list[tuple[str, bool]]()
-    add = first.add
+    add = first.add_job
 
     def submit() -> None:
         with Store(first.home) as second:
-            found.append(second.continue_or_add(JOB, tmp_path / "bundle"))
+            found.append(second.find_or_add_job(JOB, tmp_path / "bundle"))
 
     other = threading.Thread(target=submit)
 
@@ -148,22 +148,22 @@ def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
         other.join(0.5)
         return add(*args)
 
-    monkeypatch.setattr(first, "add", add_late)
-    run, continued = first.continue_or_add(JOB, tmp_path / "bundle")
+    monkeypatch.setattr(first, "add_job", add_late)
+    run, continued = first.find_or_add_job(JOB, tmp_path / "bundle")
     other.join()
     assert not continued
     assert found == [(run, True)]
-    assert [row.id for row in first.jobs()] == [run]
+    assert [row.id for row in first.readable_jobs()] == [run]
 
 
 def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """Another bundle is another job; what has ended for good is not taken up again."""
     store = opened()
-    run = store.add(JOB, tmp_path / "bundle")
-    assert store.unfinished(JOB, tmp_path / "bundle") == run
-    assert store.unfinished(JOB, tmp_path / "other") is None
+    run = store.add_job(JOB, tmp_path / "bundle")
+    assert store.find_unfinished(JOB, tmp_path / "bundle") == run
+    assert store.find_unfinished(JOB, tmp_path / "other") is None
     store.set_status(run, "done")
-    assert store.unfinished(JOB, tmp_path / "bundle") is None
+    assert store.find_unfinished(JOB, tmp_path / "bundle") is None
 
 
 OLD_SCHEMA = """
@@ -189,12 +189,12 @@ def test_a_home_of_the_version_before_is_read_and_brought_up_to_date(
         db.commit()
     (tmp_path / "agents" / "digits-20260101-000001" / "x86-host-00").mkdir(parents=True)
     store = opened()
-    assert [(row.id[-1], row.origin, row.status) for row in store.jobs()] == [
+    assert [(row.id[-1], row.origin, row.status) for row in store.readable_jobs()] == [
         ("0", "run", "running"),
         ("1", "fleet", "running"),
     ]
-    assert [fact for _, _, fact in store.facts(id)] == [Ended("stopped")]
-    assert store.add(JOB, tmp_path) in {row.id for row in opened().jobs()}
+    assert [fact for _, _, fact in store.read_events(id)] == [Ended("stopped")]
+    assert store.add_job(JOB, tmp_path) in {row.id for row in opened().readable_jobs()}
     assert store._db.execute("pragma user_version").fetchone() == (VERSION,)
 
 
@@ -220,7 +220,7 @@ def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(
     ids = set()
     for folder in ("one", "two"):
         with Store(tmp_path / folder) as store:
-            ids |= {store.add(JOB, tmp_path), store.add(long, tmp_path)}
+            ids |= {store.add_job(JOB, tmp_path), store.add_job(long, tmp_path)}
     assert len(ids) == 4
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", id) for id in ids)
 
@@ -228,18 +228,18 @@ def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(
 def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """Of two that are noted as running one is at work, and none once the coordinator has been killed."""
     store, asker = opened(), opened()
-    runs = [store.add(JOB, tmp_path) for _ in range(3)]
+    runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run in runs[:2]:
         store.set_status(run, "running")
 
     def told() -> list[str]:
-        return [asker.standing(row) for row in asker.jobs()]
+        return [asker.current_status(row) for row in asker.readable_jobs()]
 
     assert told() == ["interrupted", "interrupted", "queued"]
-    assert store.lock()
-    store.next_epoch()
+    assert store.acquire_lock()
+    store.begin_epoch()
     assert told() == ["waiting", "waiting", "queued"]
-    store.begin(runs[1])
+    store.mark_running(runs[1])
     assert told() == ["waiting", "running", "queued"]
     store.close()
     assert told() == ["interrupted", "interrupted", "queued"]
@@ -257,12 +257,12 @@ def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
 ) -> None:
     """By job, round and device, and by nothing else."""
     store = opened()
-    id, other = store.add(JOB, tmp_path / "bundle"), store.add(JOB, tmp_path / "bundle")
+    id, other = store.add_job(JOB, tmp_path / "bundle"), store.add_job(JOB, tmp_path / "bundle")
     update = Update(job=id, round=1, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0))
-    store.append(id, Answered(1, update))
-    assert store.counted(update)
+    store.append_event(id, Answered(1, update))
+    assert store.is_update_counted(update)
     for change in ({"job": other}, {"job": "none"}, {"round": 0}, {"device": "b"}):
-        assert not store.counted(msgspec.structs.replace(update, **change))
+        assert not store.is_update_counted(msgspec.structs.replace(update, **change))
 
 
 def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         with Store(home) as store, BoardStore(home, writes=True):
-            assert store.lock()
-            store.depot.put(b"a model")
-            store.next_epoch()
-            scores.write(scores.file(home, "run"), scores.Scores({}))
+            assert store.acquire_lock()
+            store.depot.store_bytes(b"a model")
+            store.begin_epoch()
+            scores.write_scores(scores.scores_path(home, "run"), scores.Scores({}))
             modes = {path.name: path.stat().st_mode & 0o777 for path in (home, *home.rglob("*"))}
         assert {"fedquilt.db-wal", "boards.db-shm", "lock", "blobs"} < modes.keys()
         folders = {path.name for path in (home, *home.rglob("*")) if path.is_dir()}
@@ -291,14 +291,14 @@ def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
 ) -> None:
     """The list of runs shows writes of this process and of another one, and none of a transaction that failed."""
     store, other = opened(), opened()
-    first = store.add(JOB, tmp_path / "bundle")
-    assert [row.id for row in store.jobs()] == [row.id for row in other.jobs()] == [first]
-    second = other.add(JOB, tmp_path / "bundle")
-    assert [row.id for row in store.jobs()] == [first, second]
+    first = store.add_job(JOB, tmp_path / "bundle")
+    assert [row.id for row in store.readable_jobs()] == [row.id for row in other.readable_jobs()] == [first]
+    second = other.add_job(JOB, tmp_path / "bundle")
+    assert [row.id for row in store.readable_jobs()] == [first, second]
     other.set_status(second, "stopped")
-    assert [row.status for row in store.jobs()] == ["queued", "stopped"]
+    assert [row.status for row in store.readable_jobs()] == ["queued", "stopped"]
     with contextlib.suppress(ZeroDivisionError), store._write_transaction():
-        store._rows.change(first, status="running")
-        assert [row.status for row in store.jobs()] == ["running", "stopped"]
+        store._rows.update_job(first, status="running")
+        assert [row.status for row in store.readable_jobs()] == ["running", "stopped"]
         raise ZeroDivisionError
-    assert [row.status for row in store.jobs()] == ["queued", "stopped"]
+    assert [row.status for row in store.readable_jobs()] == ["queued", "stopped"]

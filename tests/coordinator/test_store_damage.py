@@ -29,19 +29,19 @@ def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
 def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """Whoever asks for the run of that row is told why it cannot be read; other runs are there as ever."""
     store = opened()
-    run, other = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
+    run, other = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
     with store._write_transaction():
-        store._rows.change(run, settings="{}")
+        store._rows.update_job(run, settings="{}")
     with pytest.raises(StoreError, match=f"{run} was made by another version"):
-        store.job(run)
-    assert [row.id for row in store.jobs()] == [other]
-    assert store.job("digits").id == other
+        store.find_job(run)
+    assert [row.id for row in store.readable_jobs()] == [other]
+    assert store.find_job("digits").id == other
     odd, fine = store.all_jobs()
     assert isinstance(odd, Unreadable)
     assert isinstance(fine, Row)
-    rows = [log.summary(row, store) for row in store.all_jobs()]
+    rows = [log.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in log.lines(rows)[0]
+    assert f"{run} was made by another version" in log.format_runs(rows)[0]
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -62,29 +62,29 @@ def test_what_could_not_be_read_back_is_never_written(
 ) -> None:
     """The job is told, and its log is as it was."""
     store = opened()
-    run = store.add(JOB, tmp_path)
-    store.append(run, Started(BLOB))
+    run = store.add_job(JOB, tmp_path)
+    store.append_event(run, Started(BLOB))
     with pytest.raises(JobError, match=said):
-        store.append(run, fact)
-    assert [fact for _, _, fact in store.facts(run)] == [Started(BLOB)]
+        store.append_event(run, fact)
+    assert [fact for _, _, fact in store.read_events(run)] == [Started(BLOB)]
 
 
 def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """As an earlier version wrote it, or a failing disk: the others list, and what they need is known."""
     store = opened()
-    runs = [store.add(JOB, tmp_path) for _ in range(3)]
+    runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run, letter in zip(runs, "abc", strict=True):
-        store.append(run, Started(BlobRef(sha256=letter * 64, size=3)))
+        store.append_event(run, Started(BlobRef(sha256=letter * 64, size=3)))
     null = b'{"type":"Committed","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
     for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
         with store._write_transaction():
-            store._rows.append([(run, 0.0, body)])
-    rows = [log.summary(row, store) for row in store.all_jobs()]
+            store._rows.append_events([(run, 0.0, body)])
+    rows = [log.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in log.lines(rows)[0]
-    assert store.states() == {"d" * 64, "b" * 64, "c" * 64}
-    assert store.referenced_blobs() == store.states()
+    assert "cannot be read by this version" in log.format_runs(rows)[0]
+    assert store.latest_state_hashes() == {"d" * 64, "b" * 64, "c" * 64}
+    assert store.referenced_blobs() == store.latest_state_hashes()
 
 
 def flipped(home: Path, find: bytes) -> None:
@@ -102,10 +102,10 @@ def flipped(home: Path, find: bytes) -> None:
 def three_runs(home: Path) -> list[str]:
     """Three runs with two facts each, in a home that is closed."""
     with Store(home) as store:
-        runs = [store.add(JOB, home / "bundle") for _ in range(3)]
+        runs = [store.add_job(JOB, home / "bundle") for _ in range(3)]
         for run in runs:
-            store.append(run, Started(BLOB))
-            store.append(run, Ended("stopped", f"reason of {run}"))
+            store.append_event(run, Started(BLOB))
+            store.append_event(run, Ended("stopped", f"reason of {run}"))
     return runs
 
 
@@ -114,13 +114,13 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened:
     runs = three_runs(tmp_path)
     flipped(tmp_path, f"reason of {runs[1]}".encode())
     store = opened()
-    assert [len(list(store.facts(run))) for run in (runs[0], runs[2])] == [2, 2]
+    assert [len(list(store.read_events(run))) for run in (runs[0], runs[2])] == [2, 2]
     with pytest.raises(DamagedRunError, match=rf"the log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"):
-        list(store.facts(runs[1]))
-    assert [log.summary(row, store)["problem"] is None for row in store.all_jobs()] == [True, False, True]
-    assert store.unsound() == [runs[1]]
-    assert store.end(runs[1], Ended("failed")) == "failed"
-    assert (store.status(runs[1]), store.unsound()) == ("failed", [runs[1]])
+        list(store.read_events(runs[1]))
+    assert [log.summarise_run(row, store)["problem"] is None for row in store.all_jobs()] == [True, False, True]
+    assert store.find_damaged_ids() == [runs[1]]
+    assert store.end_inactive_job(runs[1], Ended("failed")) == "failed"
+    assert (store.stored_status(runs[1]), store.find_damaged_ids()) == ("failed", [runs[1]])
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_a_lost_moved_or_added_fact_is_found(
     store = opened()
     store._db.execute(change)
     with pytest.raises(DamagedRunError, match=said):
-        list(store.facts(runs[1]))
+        list(store.read_events(runs[1]))
     with pytest.raises(DamagedRunError, match=said):
-        list(opened().facts(runs[1], after=3))
-    assert len(list(store.facts(runs[2]))) == 2
+        list(opened().read_events(runs[1], after=3))
+    assert len(list(store.read_events(runs[2]))) == 2
 
 
 @pytest.mark.parametrize("text", ["/bundle", "stopped", "digits-"])
@@ -163,7 +163,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")
-        assert store.status(runs[1]) == "damaged"
+        assert store.stored_status(runs[1]) == "damaged"
 
 
 def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
@@ -172,21 +172,21 @@ def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opene
     store = opened()
     store._db.execute("update jobs set settings = cast(x'7bff' as text) where id = ?", (runs[0],))
     store._db.execute("update facts set body = cast(x'7bff' as text) where job = ?", (runs[1],))
-    rows = [log.summary(row, store) for row in opened().all_jobs()]
+    rows = [log.summarise_run(row, store) for row in opened().all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
-    assert "is damaged" in log.lines(rows)[0]
+    assert "is damaged" in log.format_runs(rows)[0]
 
 
 def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """It must not fall behind: devices would take the coordinator's tasks for old messages."""
     store = opened()
-    run = store.add(JOB, tmp_path)
+    run = store.add_job(JOB, tmp_path)
     for _ in range(3):
-        store.next_epoch()
-    store.begin(run)
+        store.begin_epoch()
+    store.mark_running(run)
     store._db.execute("update counters set value = 0")
-    assert opened().next_epoch() == 4
-    assert store.next_epoch(above=9) == 10
+    assert opened().begin_epoch() == 4
+    assert store.begin_epoch(above=9) == 10
 
 
 def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[], Store]) -> None:
@@ -202,7 +202,7 @@ def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[]
         db.execute("pragma writable_schema = reset")
     store = opened()
     assert store.damage == ""
-    assert len(list(store.facts(run))) == 2
+    assert len(list(store.read_events(run))) == 2
 
 
 def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
@@ -219,8 +219,8 @@ def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
     path.write_bytes(payload)
     store = opened()
     assert re.fullmatch(r"[^*\n]{5,400}", store.damage), store.damage  # one sentence of SQLite's many lines
-    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
-    for write in (lambda: store.set_status(runs[0], "done"), store.lock, store.next_epoch):
+    assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
+    for write in (lambda: store.set_status(runs[0], "done"), store.acquire_lock, store.begin_epoch):
         with pytest.raises(StoreError, match=r"fedquilt.db is damaged .* put back a copy of the whole home"):
             write()
 
@@ -252,10 +252,10 @@ def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable
             db.execute(f"alter table {table} drop column {column}")
         db.execute("pragma user_version = 1")
     store = opened()
-    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
-    assert store.unsound() == []
-    store.append(runs[0], Ended("failed"))
-    assert len(list(opened().facts(runs[0]))) == 3
+    assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
+    assert store.find_damaged_ids() == []
+    store.append_event(runs[0], Ended("failed"))
+    assert len(list(opened().read_events(runs[0]))) == 3
 
 
 def test_a_home_without_submitters_goes_on(
@@ -269,8 +269,8 @@ def test_a_home_without_submitters_goes_on(
         db.execute("alter table jobs drop column submitter")
         db.execute("pragma user_version = 2")
     store = opened()
-    assert store.unsound() == []
-    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
+    assert store.find_damaged_ids() == []
+    assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
     store.set_status(runs[0], "stopped")
-    store.add(JOB, tmp_path / "bundle")
-    assert [row.submitter for row in opened().jobs()] == ["", "", "", "ann"]
+    store.add_job(JOB, tmp_path / "bundle")
+    assert [row.submitter for row in opened().readable_jobs()] == ["", "", "", "ann"]

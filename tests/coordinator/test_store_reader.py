@@ -29,17 +29,17 @@ def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
     """Each thing that writes is refused, and so is a lock."""
     with Reader(home) as reader, Store(home) as store:
         (row,) = reader.all_jobs()
-        assert row == store.job("digits")
-        assert list(reader.facts(row.id)) == list(store.facts(row.id))
+        assert row == store.find_job("digits")
+        assert list(reader.read_events(row.id)) == list(store.read_events(row.id))
         for act in (
             lambda: reader.set_status(row.id, "done"),
-            lambda: reader.append(row.id, Ended("done")),
+            lambda: reader.append_event(row.id, Ended("done")),
             lambda: reader.delete_runs([row.id]),
-            lambda: reader.begin(row.id),
+            lambda: reader.mark_running(row.id),
         ):
             with pytest.raises(StoreError):
                 act()
-        assert store.status(row.id) == "running"
+        assert store.stored_status(row.id) == "running"
 
 
 def test_facts_come_piece_by_piece(home: Path) -> None:
@@ -47,7 +47,7 @@ def test_facts_come_piece_by_piece(home: Path) -> None:
     with Reader(home) as reader:
         id = reader.all_jobs()[0].id
         found, seq = [], 0
-        while piece := list(reader.facts(id, seq, 4)):
+        while piece := list(reader.read_events(id, seq, 4)):
             assert len(piece) <= 4
             found += [fact for _, _, fact in piece]
             seq = piece[-1][0]
@@ -55,20 +55,20 @@ def test_facts_come_piece_by_piece(home: Path) -> None:
         with sqlite3.connect(home / "fedquilt.db") as db:
             db.execute("delete from facts where seq = ?", (seq,))
         db.close()
-        list(reader.facts(id, 0, 4))
+        list(reader.read_events(id, 0, 4))
         with pytest.raises(Exception, match="last facts are missing"):
-            list(reader.facts(id, seq - 3, 4))
+            list(reader.read_events(id, seq - 3, 4))
 
 
 def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
     """The file is made by who serves."""
     with Reader(home) as reader:
-        assert not reader.served()
+        assert not reader.is_served()
         assert not (home / "lock").exists()
         with Store(home) as store:
-            assert store.lock()
-            assert reader.served()
-        assert not reader.served()
+            assert store.acquire_lock()
+            assert reader.is_served()
+        assert not reader.is_served()
 
 
 def test_a_home_of_another_version_is_not_read(home: Path) -> None:
@@ -93,21 +93,24 @@ def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(home)], check=False)
     assert (home / "fedquilt.db-wal").stat().st_size
     with Reader(home) as reader:
-        assert [fact for _, _, fact in reader.facts(reader.all_jobs()[0].id)] == [*FACTS, Ended("failed", "killed")]
+        assert [fact for _, _, fact in reader.read_events(reader.all_jobs()[0].id)] == [
+            *FACTS,
+            Ended("failed", "killed"),
+        ]
 
 
 def test_a_mark_differs_after_every_change_and_only_then(home: Path) -> None:
     """Also when another database lies there, and when there is none."""
     mark = Mark(home / "fedquilt.db")
-    first = mark.now()
-    assert first == mark.now()
+    first = mark.read_version()
+    assert first == mark.read_version()
     assert first is not None
     with Store(home) as store:
         store.set_status(store.all_jobs()[0].id, "stopping")
-        second = mark.now()
+        second = mark.read_version()
     assert second != first
     (home / "fedquilt.db").rename(home / "aside")
-    assert mark.now() is None
+    assert mark.read_version() is None
     (home / "fedquilt.db").write_bytes((home / "aside").read_bytes())
-    assert mark.now() not in (None, first, second)
+    assert mark.read_version() not in (None, first, second)
     mark.close()

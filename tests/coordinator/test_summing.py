@@ -26,13 +26,13 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
     for name in "abc":
         stage.hand(name)
     stage.play()
-    yield stage.server.jobs()[0]
+    yield stage.server.active_jobs()[0]
     stage.store.close()
 
 
 def update(running: Running, device: str, factor: float) -> Update:
     """An update that is on the coordinator's disk."""
-    ref = running._store.depot.put(tensors.encode(ones(factor)))
+    ref = running._store.depot.store_bytes(tensors.encode_tensors(ones(factor)))
     return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
 
 
@@ -41,7 +41,7 @@ def closed(running: Running, *updates: Update) -> dict[str, np.ndarray]:
     rounds = replace(
         running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
     )
-    return dict(running.method.step(running.state, running._summing.closed(rounds)).model)
+    return dict(running.method.step(running.state, running._summing.take_aggregate(rounds)).model)
 
 
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(

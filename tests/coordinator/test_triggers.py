@@ -16,7 +16,7 @@ from fedquilt.coordinator.facts import Noted
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row
-from fedquilt.coordinator.triggers import Told, fired
+from fedquilt.coordinator.triggers import Told, trigger_reason
 from fedquilt.coordinator.views import log, waits
 from fedquilt.core import JobError
 
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 def job(**trigger: Any) -> Job:
-    return settings.parse({**TABLE, "trigger": {"pause": "12h", **trigger}})
+    return settings.parse_job({**TABLE, "trigger": {"pause": "12h", **trigger}})
 
 
 def boards(*drifts: float | None, accuracy: float | None = None) -> list[Told]:
@@ -37,28 +37,28 @@ def boards(*drifts: float | None, accuracy: float | None = None) -> list[Told]:
 def test_it_fires_once_enough_boards_have_drifted() -> None:
     """A quarter of those that tell: two of eight are enough, one is not; the reason names them, the worst first."""
     calm = [0.0] * 6
-    assert fired(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
-    assert fired(job(), boards(*calm, 0.5, 0.31), 0.0) == (
+    assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
+    assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
         "[trigger]: 2 of 8 boards that tell are beyond drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
     )
-    assert fired(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
-    assert fired(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
-    assert fired(job(boards="12.5%"), boards(*calm, 0.5, 0.0), 0.0)
-    assert fired(job(boards="100%"), boards(0.5, 0.5, 0.0), 0.0) == ""
-    assert fired(job(), boards(*[0.9] * 100), 0.0).endswith("b12 (drift 0.90) and 95 more")
+    assert trigger_reason(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
+    assert trigger_reason(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
+    assert trigger_reason(job(boards="12.5%"), boards(*calm, 0.5, 0.0), 0.0)
+    assert trigger_reason(job(boards="100%"), boards(0.5, 0.5, 0.0), 0.0) == ""
+    assert trigger_reason(job(), boards(*[0.9] * 100), 0.0).endswith("b12 (drift 0.90) and 95 more")
 
 
 def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never() -> None:
     """The share is of boards that tell, and at least one of them."""
-    assert fired(job(boards="1%"), boards(0.5), 0.0)
-    assert fired(job(boards="1%"), [], 0.0) == ""
+    assert trigger_reason(job(boards="1%"), boards(0.5), 0.0)
+    assert trigger_reason(job(boards="1%"), [], 0.0) == ""
 
 
 def test_accuracy_counts_where_the_job_says_so() -> None:
     """A board's answers may become wrong though its inputs look as before."""
     told = boards(0.0, None, accuracy=0.7)
-    assert fired(job(), told, 0.0) == ""
-    assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in fired(
+    assert trigger_reason(job(), told, 0.0) == ""
+    assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
         job(accuracy_below=0.8), told, 0.0
     )
 
@@ -66,9 +66,9 @@ def test_accuracy_counts_where_the_job_says_so() -> None:
 def test_it_pauses_between_two_starts() -> None:
     """A trigger may fire again 12 hours after its last start, also if the clock was set back by years."""
     told = boards(0.9)
-    assert fired(job(), told, 11.9 * HOUR, last=0.0) == ""
-    assert fired(job(), told, 12.1 * HOUR, last=0.0)
-    assert fired(job(), told, 0.0, last=1.8e9)
+    assert trigger_reason(job(), told, 11.9 * HOUR, last=0.0) == ""
+    assert trigger_reason(job(), told, 12.1 * HOUR, last=0.0)
+    assert trigger_reason(job(), told, 0.0, last=1.8e9)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def tells(stage: Stage, hand: Hand, drift: float | None) -> None:
 
 
 def others(stage: Stage) -> list[Row]:
-    return [row for row in stage.store.jobs() if row.id != stage.job]
+    return [row for row in stage.store.readable_jobs() if row.id != stage.job]
 
 
 def reasons(stage: Stage, run: str) -> list[str]:
-    return [fact.said for _, _, fact in stage.store.facts(run) if isinstance(fact, Noted)]
+    return [fact.said for _, _, fact in stage.store.read_events(run) if isinstance(fact, Noted)]
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     """Half of the boards tell of drift: a run starts, is carried out, and both logs say why."""
     a, b = stage.hand("a"), stage.hand("b")
-    assert stage.store.status(stage.job) == ARMED
+    assert stage.store.stored_status(stage.job) == ARMED
     tells(stage, a, 0.0)
     tells(stage, b, None)
     stage.play()
@@ -127,18 +127,18 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     assert (started.status, started.job.trigger, started.submitter) == (
         "running",
         None,
-        stage.store.job(stage.job).submitter,
+        stage.store.find_job(stage.job).submitter,
     )
     for hand in (a, b):
         hand.answer(ones())
     stage.play()
-    assert stage.store.status(started.id) == "done"
+    assert stage.store.stored_status(started.id) == "done"
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert waits.replay(started, stage.store.facts(started.id)).phase == "done"
+    assert waits.replay_events(started, stage.store.read_events(started.id)).phase == "done"
     stage.play(10.0)
-    assert others(stage) == [stage.store.job(started.id)]  # it pauses, though the drift is there
+    assert others(stage) == [stage.store.find_job(started.id)]  # it pauses, though the drift is there
     stage.restart()
     for hand in (a, b):
         tells(stage, hand, 0.9)
@@ -164,33 +164,33 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     (started,) = others(stage)
     assert started.status == UNAPPROVED
     assert a.tasks == []
-    row = log.summary(started, stage.store)
+    row = log.summarise_run(started, stage.store)
     assert (row["status"], row["waits"]) == (
         "waiting for approval",
         f"its owner: `fedquilt approve {started.id} --home {stage.store.home}`",
     )
-    assert any("waits for its owner" in line for line in log.lines([row], 200))
-    assert "begins" in requests.approve(stage.store, started.id)
+    assert any("waits for its owner" in line for line in log.format_runs([row], 200))
+    assert "begins" in requests.approve_run(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
-        requests.approve(stage.store, started.id)
+        requests.approve_run(stage.store, started.id)
     stage.store.close()
 
 
 def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
     """`stop` ends the watch for drift, `resume` begins it anew."""
-    assert "stopped" in requests.stop(stage.store, stage.job)
+    assert "stopped" in requests.stop_run(stage.store, stage.job)
     stage.play()
-    assert stage.store.status(stage.job) == "stopped"
+    assert stage.store.stored_status(stage.job) == "stopped"
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
-    requests.resume(stage.store, stage.job)
+    requests.resume_run(stage.store, stage.job)
     stage.play()
-    assert stage.store.status(stage.job) == ARMED
+    assert stage.store.stored_status(stage.job) == ARMED
     assert len(others(stage)) == 1
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: St
     stage.store._db.execute("update facts set body = replace(body, 'drift', 'drifT') where job = ?", (stage.job,))
     stage.play(5.0)
     assert len(others(stage)) == 1
-    assert stage.store.status(started.id) == "done"
+    assert stage.store.stored_status(started.id) == "done"
 
 
 def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
@@ -215,7 +215,7 @@ def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
         noted.record_message((name, wire.Presence(online=True, boot="1")), 0.0)
         noted.record_message((name, wire.Telemetry(drift=drift)), 0.0)
     noted.close()
-    row = stage.store.job(stage.job)
+    row = stage.store.find_job(stage.job)
     told = waits.describe_wait(row, stage.store)
     assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
-    assert triggers.waits(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"
+    assert triggers.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

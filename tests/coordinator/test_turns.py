@@ -10,9 +10,18 @@ import pytest
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.limits import Limits, Submitter
 from fedquilt.coordinator.store import Row
-from fedquilt.coordinator.turns import PATIENCE_S, START_S, Claim, Wait, absent, left, mine, served
+from fedquilt.coordinator.turns import (
+    PATIENCE_S,
+    START_S,
+    Claim,
+    Wait,
+    devices_to_yield,
+    is_schedulable,
+    minimum_device_time,
+    select_jobs,
+)
 
-JOB = settings.parse({"name": "j", "method": "fedavg"})
+JOB = settings.parse_job({"name": "j", "method": "fedavg"})
 ONE = Limits(running=1)
 
 
@@ -40,25 +49,25 @@ def test_the_first_that_waits_is_served_and_before_it_one_that_was_interrupted(
     statuses: tuple[str, ...], wanted: list[str]
 ) -> None:
     """By the order in which they were queued, where there is one place."""
-    assert served(rows(*statuses), {}, {}, ONE) == wanted
+    assert select_jobs(rows(*statuses), {}, {}, ONE) == wanted
 
 
 def test_all_are_served_while_there_are_places() -> None:
     """A job that waits takes nothing from the others, however long."""
-    assert served(rows("running", "queued", "queued"), waits(a=10 * PATIENCE_S), {}) == ["b", "c", "a"]
+    assert select_jobs(rows("running", "queued", "queued"), waits(a=10 * PATIENCE_S), {}) == ["b", "c", "a"]
 
 
 def test_a_job_gives_way_once_nobody_has_been_at_it_for_a_while() -> None:
     """Not sooner, and not if nobody is behind it."""
-    assert served(rows("running", "queued"), waits(a=PATIENCE_S - 1), {}, ONE) == ["a"]
-    assert served(rows("running", "queued"), waits(a=PATIENCE_S), {}, ONE) == ["b"]
-    assert served(rows("running", "done"), waits(a=10 * PATIENCE_S), {}, ONE) == ["a"]
+    assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S - 1), {}, ONE) == ["a"]
+    assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S), {}, ONE) == ["b"]
+    assert select_jobs(rows("running", "done"), waits(a=10 * PATIENCE_S), {}, ONE) == ["a"]
 
 
 def test_a_job_whose_round_has_not_begun_gives_way_at_once() -> None:
     """It has nothing to lose, and the next in line waits for no more than a second."""
     assert START_S <= 1.0
-    assert served(rows("running", "queued"), {"a": Wait(START_S, begun=False)}, {}, ONE) == ["b"]
+    assert select_jobs(rows("running", "queued"), {"a": Wait(START_S, begun=False)}, {}, ONE) == ["b"]
 
 
 def test_jobs_that_all_wait_take_turns() -> None:
@@ -67,7 +76,7 @@ def test_jobs_that_all_wait_take_turns() -> None:
     seen, now = [], "a"
     for turn in range(7):
         seen.append(now)
-        (following,) = served(rows("queued", "queued", "queued"), waits(**{now: PATIENCE_S}), gave_way, ONE)
+        (following,) = select_jobs(rows("queued", "queued", "queued"), waits(**{now: PATIENCE_S}), gave_way, ONE)
         gave_way[now] = float(turn)
         now = following
     assert "".join(seen) == "abcabca"
@@ -76,36 +85,36 @@ def test_jobs_that_all_wait_take_turns() -> None:
 def test_more_places_serve_more_jobs() -> None:
     """Who is at work keeps his place, and an idle job has what nobody else wants."""
     waiting = rows("running", "running", "queued", "queued")
-    assert served(waiting, waits(a=0.0, b=PATIENCE_S), {}, Limits(running=2)) == ["a", "c"]
-    assert served(waiting, waits(a=0.0, b=PATIENCE_S), {}, Limits(running=4)) == ["a", "c", "d", "b"]
+    assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, Limits(running=2)) == ["a", "c"]
+    assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, Limits(running=4)) == ["a", "c", "d", "b"]
 
 
 def test_one_submitter_has_no_more_places_than_the_quota() -> None:
     """Another's job that was queued later is served before his third."""
     waiting = rows("queued", "queued", "queued", "queued", submitters="aaab")
-    assert served(waiting, {}, {}, Limits(running=3, submitter=Submitter(running=2))) == ["a", "b", "d"]
+    assert select_jobs(waiting, {}, {}, Limits(running=3, submitter=Submitter(running=2))) == ["a", "b", "d"]
 
 
 def test_runs_of_simulated_fleets_are_left_to_who_brings_their_boards() -> None:
     """A coordinator that serves whatever is queued would wait for them for ever."""
     own, simulated = Row("a", JOB, Path(), "running", 0.0), Row("b", JOB, Path(), "running", 0.0, "fleet")
-    assert [mine(row, None) for row in (own, simulated)] == [True, False]
-    assert [mine(row, "b") for row in (own, simulated)] == [False, True]
-    assert not mine(Row("c", JOB, Path(), "running", 0.0, "simulation"), None)
+    assert [is_schedulable(row, None) for row in (own, simulated)] == [True, False]
+    assert [is_schedulable(row, "b") for row in (own, simulated)] == [False, True]
+    assert not is_schedulable(Row("c", JOB, Path(), "running", 0.0, "simulation"), None)
 
 
 def test_a_job_that_is_ahead_by_more_than_a_round_leaves_the_others_boards_alone() -> None:
     """Only those of the other's running round, and only while that one is at work."""
     ahead = Claim(had_s=300.0, round_s=100.0, roll={"x"}, working=True)
     behind = Claim(had_s=150.0, round_s=1.0, roll={"y", "z"}, working=True)
-    assert left("a", {"a": ahead, "b": behind}) == {"y", "z"}
-    assert left("b", {"a": ahead, "b": behind}) == set()
-    assert left("a", {"a": ahead, "b": behind._replace(working=False)}) == set()
-    assert left("a", {"a": ahead, "b": behind._replace(had_s=200.0)}) == set()
+    assert devices_to_yield("a", {"a": ahead, "b": behind}) == {"y", "z"}
+    assert devices_to_yield("b", {"a": ahead, "b": behind}) == set()
+    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(working=False)}) == set()
+    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(had_s=200.0)}) == set()
 
 
 def test_who_was_not_there_starts_level_with_the_one_that_has_had_least() -> None:
     """Of those at work."""
     jobs = [Claim(had_s, 0.0, set(), working) for had_s, working in ((5.0, False), (30.0, True), (20.0, True))]
-    assert absent(dict(zip("abc", jobs, strict=True))) == 20.0
-    assert absent({}) == 0.0
+    assert minimum_device_time(dict(zip("abc", jobs, strict=True))) == 20.0
+    assert minimum_device_time({}) == 0.0

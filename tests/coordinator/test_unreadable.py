@@ -36,9 +36,9 @@ class Bad(Private):
         self._ask(path)
         return super().read(path, offset, size)
 
-    def digest(self, path: Place) -> str:
+    def hash_file(self, path: Place) -> str:
         self._ask(path)
-        return super().digest(path)
+        return super().hash_file(path)
 
 
 def wait(stage: Stage, times: int = 1) -> None:
@@ -68,11 +68,11 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     stage.play()
     stage.hands[0].answer(ones())
     stage.play()
-    assert stage.store.status(other) == "done"
-    assert stage.store.status(stage.job) == "running"
+    assert stage.store.stored_status(other) == "done"
+    assert stage.store.stored_status(stage.job) == "running"
     wait(stage, unreadable.TRIES - 1)
-    assert stage.store.status(stage.job) == "failed"
-    (_, _, ended) = list(stage.store.facts(stage.job))[-1]
+    assert stage.store.stored_status(stage.job) == "failed"
+    (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     assert isinstance(ended, Ended)
     for said in (f"the state of {stage.job} ({sha256[:12]}) cannot be read", "Input/output error", "fedquilt restore"):
         assert said in ended.reason
@@ -87,14 +87,14 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.disk = Bad(second_round(stage))
     stage.restart()
     wait(stage, unreadable.TRIES)
-    assert stage.store.status(stage.job) == "failed"
+    assert stage.store.stored_status(stage.job) == "failed"
     stage.disk.left = 0  # type: ignore[attr-defined]
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
     stage.hands[0].answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -104,14 +104,14 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     stage.disk = Bad(second_round(stage))
     stage.restart()
     stage.play()
-    assert stage.store.holds.of(stage.job) is not None
+    assert stage.store.holds.current_suspension(stage.job) is not None
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    assert (stage.store.status(stage.job), stage.store.holds.of(stage.job)) == ("stopped", None)
+    assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("stopped", None)
     stage.disk.left = 0  # type: ignore[attr-defined]
     stage.store.set_status(stage.job, "queued")
     stage.play()
-    assert stage.store.status(stage.job) == "running"
+    assert stage.store.stored_status(stage.job) == "running"
     stage.store.close()
 
 
@@ -121,7 +121,7 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path
     stage.disk = Bad(second_round(stage))
     stage.restart()
     wait(stage, unreadable.TRIES)
-    assert (stage.store.status(stage.job), stage.store.holds.of(stage.job)) == ("failed", None)
+    assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
     stage.store.close()
 
 
@@ -135,7 +135,7 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
     wait(stage, 2)
     stage.hands[0].answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -144,7 +144,7 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     stage = Stage(tmp_path)
     stage.hand("a")
     stage.play()
-    (sha256,) = stage.store.states()
+    (sha256,) = stage.store.latest_state_hashes()
     stage.disk = bad = Bad(sha256)
     stage.restart()
     wait(stage, unreadable.TRIES - 1)
@@ -152,7 +152,7 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     stage.play()
     stage.hands[0].answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert (tmp_path / "home" / "blobs" / f"{sha256}.damaged").exists()
     stage.store.close()
 
@@ -177,7 +177,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     bad.left = 0
     a.answer(ones(1.0))
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -188,7 +188,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     """It is put aside and fetched once more; the coordinator and the job go on, and its device is refused nothing."""
     stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
     hand = stage.hand("a")
-    ref = hand.depot.put(tensors.encode(ones()))
+    ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
     stage.disk = Bad(ref.sha256, left=1)
     stage.restart()
     stage.play()
@@ -200,7 +200,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     stage.play()
     assert not stage.told(Rejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -222,7 +222,7 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
         b.answer(ones(5.0))
         wait(stage)
         assert not stage.told(Lost)
-        assert stage.store.status(stage.job) == "done"
+        assert stage.store.stored_status(stage.job) == "done"
         states.append(stage.told(Committed)[-1].state)
         stage.store.close()
     assert states[0] == states[1]
@@ -231,11 +231,11 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
 def apart(stage: Stage) -> str:
     """Queue another job, with a bundle of its own."""
     id = stage.add("other")
-    files = {"model": tensors.encode(ones(7.0))}
-    bundle.write(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
-    job = stage.store.job(id).job
+    files = {"model": tensors.encode_tensors(ones(7.0))}
+    bundle.write_bundle(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
+    job = stage.store.find_job(id).job
     stage.store.delete_runs([id])
-    return stage.store.add(job, stage.folder / "apart")
+    return stage.store.add_job(job, stage.folder / "apart")
 
 
 @pytest.mark.parametrize("what", ["bundle.json", "model"])
@@ -245,7 +245,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
 ) -> None:
     """At the third try; once it lies on another disk, the job can be resumed."""
     stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
-    name = what if what == "bundle.json" else bundle.load(tmp_path / "bundle").files[what].sha256
+    name = what if what == "bundle.json" else bundle.load_bundle(tmp_path / "bundle").files[what].sha256
     stage.disk = bad = Bad(name)
     bad.but = tmp_path / "apart"
     stage.restart()
@@ -253,10 +253,10 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     stage.play()
     a.answer(ones())
     stage.play()
-    assert (stage.store.status(other), stage.store.status(stage.job)) == ("done", "queued")
+    assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     wait(stage, unreadable.TRIES - 1)
-    assert stage.store.status(stage.job) == "failed"
-    (_, _, ended) = list(stage.store.facts(stage.job))[-1]
+    assert stage.store.stored_status(stage.job) == "failed"
+    (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     place = f"move the bundle {tmp_path / 'bundle'} to another disk, then `fedquilt resume {stage.job}`"
     for said in (f"the bundle of {stage.job} cannot be read", "Input/output error", place):
         assert said in ended.reason
@@ -265,14 +265,14 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     stage.play()
     a.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
 def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
     """It is read when the job is tried again."""
     stage = Stage(tmp_path)
-    stage.disk = Bad(bundle.load(tmp_path / "bundle").files["model"].sha256, left=1)
+    stage.disk = Bad(bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
     stage.restart()
     a = stage.hand("a")
     stage.play()
@@ -280,7 +280,7 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) 
     wait(stage)
     a.answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -299,7 +299,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.disk = bad = Bad(base, left=0)
     bad.but = tmp_path / "bundle" / "blobs"
     stage.restart()
-    sent = compression.encode(Encoding(codec="fp16"), ones(), {}, {})[0]
+    sent = compression.encode_bundle(Encoding(codec="fp16"), ones(), {}, {})[0]
     stage.play()
     bad.left = left
     a.answer(sent, bases={"model": base})
@@ -308,7 +308,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.play()
     a.answer(ones())
     stage.play()
-    assert (stage.store.status(other), stage.store.status(stage.job)) == ("done", "queued")
+    assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     for _ in range(1, unreadable.TRIES if left > 1 else 1):
         wait(stage)
         a.answer(sent, bases={"model": base})
@@ -319,7 +319,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     wait(stage)
     a.answer(sent, bases={"model": base})
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     assert not stage.told(Rejected)
     stage.store.close()
 
@@ -338,11 +338,11 @@ def test_failures_of_different_days_do_not_add_up() -> None:
 def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     hold = Hold(1.0, 2.0, "a state", "a state", 2)
-    stage.store.holds.note(stage.job, hold)
-    assert stage.store.holds.of(stage.job) == hold
-    stage.store.begin(stage.job)
-    assert stage.store.holds.of(stage.job) is None
-    assert stage.store.holds.last(stage.job) == hold
+    stage.store.holds.record_suspension(stage.job, hold)
+    assert stage.store.holds.current_suspension(stage.job) == hold
+    stage.store.mark_running(stage.job)
+    assert stage.store.holds.current_suspension(stage.job) is None
+    assert stage.store.holds.latest_suspension(stage.job) == hold
     stage.store.close()
 
 
@@ -352,11 +352,11 @@ def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_no
 ) -> None:
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
-    stage.disk.wall_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
+    stage.disk.wall_clock_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
     for _ in range(lives):
         stage.restart()
         stage.play(life_s)
-    assert stage.store.status(stage.job) == status
+    assert stage.store.stored_status(stage.job) == status
     stage.store.close()
 
 
@@ -368,13 +368,13 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     stage.disk = Bad(sha256, code=code)
     stage.restart()
     wait(stage, 10)
-    assert stage.store.status(stage.job) == "running"
-    assert os.strerror(code) in str(stage.store.holds.of(stage.job))
+    assert stage.store.stored_status(stage.job) == "running"
+    assert os.strerror(code) in str(stage.store.holds.current_suspension(stage.job))
     stage.disk.left = 0
     wait(stage)
     stage.hands[0].answer(ones())
     stage.play()
-    assert stage.store.status(stage.job) == "done"
+    assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
 
 
@@ -397,8 +397,8 @@ def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_la
     opening._load = lacking
     wait(stage, 4)
     assert len(left) == 0
-    assert os.strerror(errno.EMFILE) in str(stage.store.holds.of(stage.job))
+    assert os.strerror(errno.EMFILE) in str(stage.store.holds.current_suspension(stage.job))
     wait(stage)
-    assert stage.store.holds.of(stage.job) is None
-    assert stage.store.status(stage.job) == "running"
+    assert stage.store.holds.current_suspension(stage.job) is None
+    assert stage.store.stored_status(stage.job) == "running"
     stage.store.close()

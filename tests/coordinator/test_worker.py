@@ -18,18 +18,18 @@ from fedquilt.core import StoreError
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
     """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
     worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
-    assert worker.idle
+    assert worker.is_idle
     assert not worker.fds()
 
     def fails() -> int:
         raise StoreError("the disk is full")
 
-    worker.start(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
-    worker.start(fails, lambda result, now_s: told.append(result))
-    assert not worker.finish(0.0)
-    assert (worker.idle, told) == (False, [])
+    worker.submit(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
+    worker.submit(fails, lambda result, now_s: told.append(result))
+    assert not worker.run_callbacks(0.0)
+    assert (worker.is_idle, told) == (False, [])
     gate.set()
-    while not worker.idle:
+    while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
         worker.finish(0.0)
     assert told[0] is True
@@ -41,8 +41,8 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
 def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
     """A coordinator that is to end waits for the piece under way, and not for all that are left."""
     worker, gate, ran = Thread(large_bytes=1), threading.Event(), list[str]()
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
-    worker.start(lambda: ran.append("next"), lambda result, now_s: None)
+    worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.submit(lambda: ran.append("next"), lambda result, now_s: None)
     closing = threading.Thread(target=worker.close)
     closing.start()
     until(lambda: worker._closed, "the worker is told to end")
@@ -56,22 +56,22 @@ def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_a
     worker, gate = Thread(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     depot = stage.store.depot
-    left, found = depot.put(b"nobody's"), depot.put(b"found")
-    stored = chunks.reference(b"stored")
+    left, found = depot.store_bytes(b"nobody's"), depot.store_bytes(b"found")
+    stored = chunks.ref_from_bytes(b"stored")
 
     def item() -> bool:
-        return depot.has(found) and depot.put(b"stored") == stored and gate.wait(60)
+        return depot.has_blob(found) and depot.store_bytes(b"stored") == stored and gate.wait(60)
 
     stage.server._desk.start_work(item, lambda result, now_s: None)
     until(lambda: depot.pinned_blobs() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
     stage.hand("a")
     stage.play()
-    assert [depot.has(ref) for ref in (left, found, stored)] == [False, True, True]
+    assert [depot.has_blob(ref) for ref in (left, found, stored)] == [False, True, True]
     gate.set()
-    while not worker.idle:
+    while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
     stage.server._desk.garbage.add_all_blobs()
     stage.play()
-    assert [depot.has(ref) for ref in (left, found, stored)] == [False, False, False]
+    assert [depot.has_blob(ref) for ref in (left, found, stored)] == [False, False, False]
     worker.close()

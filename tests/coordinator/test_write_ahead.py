@@ -22,10 +22,10 @@ from fedquilt.disk import REAL, Disk, Place
 def killed(folder: Path) -> tuple[Path, str]:
     """A home as SIGKILL leaves it, with a run of eleven facts whose last ones are in the log alone."""
     with Store(folder / "alive") as store:
-        run = store.add(JOB, folder)
-        store.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        run = store.add_job(JOB, folder)
+        store.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
         for attempt in range(10):
-            store.append(run, Asked(0, attempt, ("x",)))
+            store.append_event(run, Asked(0, attempt, ("x",)))
         shutil.copytree(folder / "alive", folder / "killed")
     return folder / "killed", run
 
@@ -36,7 +36,7 @@ def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path: Path, caplog: 
     log = home / "fedquilt.db-wal"
     log.write_bytes(log.read_bytes() + bytes(1000))
     with Store(home) as store:
-        assert len(list(store.facts(run))) == 11
+        assert len(list(store.read_events(run))) == 11
     assert caplog.text == ""
     assert not list(home.glob("*.damaged"))
 
@@ -74,14 +74,14 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(
 ) -> None:
     """It has begun anew since it was looked at, or has more than it had."""
     with Store(tmp_path) as writer:
-        run = writer.add(JOB, tmp_path)
-        before = write_ahead.look(REAL, tmp_path / "fedquilt.db")
+        run = writer.add_job(JOB, tmp_path)
+        before = write_ahead.read_log(REAL, tmp_path / "fedquilt.db")
         assert before.committed > 0
-        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
-        before.report(REAL, writer._db)
+        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        before.report_damage(REAL, writer._db)
         writer._db.execute("pragma wal_checkpoint(restart)")
-        writer.append(run, Asked(0, 0, ("x",)))
-        before.report(REAL, writer._db)
+        writer.append_event(run, Asked(0, 0, ("x",)))
+        before.report_damage(REAL, writer._db)
     assert caplog.text == ""
 
 
@@ -105,25 +105,25 @@ def test_runs_can_be_looked_at_on_a_full_disk(tmp_path: Path) -> None:
     """`ls`, `why`, `logs` and `backup` open the home, and need no room there."""
     home, run = killed(tmp_path)
     with Store(home, disk=FullDisk()) as store:
-        assert len(list(store.facts(run))) == 11
+        assert len(list(store.read_events(run))) == 11
 
 
 def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> None:
     """It is in the log already, and SQLite does not take it up yet: waiting for the disk may take a while."""
     home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
-        run = writer.add(JOB, tmp_path)
-        taken = write_ahead.look(REAL, home / "fedquilt.db").committed
-        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        run = writer.add_job(JOB, tmp_path)
+        taken = write_ahead.read_log(REAL, home / "fedquilt.db").committed
+        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
         shutil.copytree(home, path.parent)
-    found = write_ahead.look(REAL, path)
+    found = write_ahead.read_log(REAL, path)
     assert found.committed > taken > 0
-    assert found.lost(REAL, taken) == 0
+    assert found.count_lost_frames(REAL, taken) == 0
     log = path.with_name("fedquilt.db-wal")
     payload = bytearray(log.read_bytes())
     payload[-1] ^= 1
     log.write_bytes(payload)
-    assert found.lost(REAL, taken) == found.committed - taken
+    assert found.count_lost_frames(REAL, taken) == found.committed - taken
 
 
 def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
@@ -132,19 +132,19 @@ def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
     """SQLite waits for the disk between the two, and may be killed meanwhile; what is behind lies in the database."""
     home, log = tmp_path / "home", tmp_path / "home" / "fedquilt.db-wal"
     with Store(tmp_path / "first") as writer:
-        run = writer.add(JOB, tmp_path)
+        run = writer.add_job(JOB, tmp_path)
         writer._db.execute("pragma wal_checkpoint(passive)")
         shutil.copytree(tmp_path / "first", home)
-        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
         head = (tmp_path / "first" / "fedquilt.db-wal").read_bytes()[:32]
     before = log.read_bytes()
     assert head[:16] == before[:12] + head[12:16]
     assert head[16:24] != before[16:24]
     log.write_bytes(head + before[32:])
     (home / "fedquilt.db-shm").unlink()
-    assert write_ahead.look(REAL, home / "fedquilt.db").committed == 0
+    assert write_ahead.read_log(REAL, home / "fedquilt.db").committed == 0
     with Store(home) as store:
-        assert [row.id for row in store.jobs()] == [run]
+        assert [row.id for row in store.readable_jobs()] == [run]
     assert caplog.text == ""
 
 
@@ -158,9 +158,9 @@ def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path: Path, 
     payload[32 + 4 : 32 + 8] = (1).to_bytes(4, "big")  # a commit
     payload[32 + 8 + at - 16] ^= 1
     log.write_bytes(payload)
-    found = write_ahead.look(REAL, home / "fedquilt.db")
+    found = write_ahead.read_log(REAL, home / "fedquilt.db")
     assert found.committed == 1
-    assert found.lost(REAL, 0) == 1
+    assert found.count_lost_frames(REAL, 0) == 1
 
 
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
@@ -172,5 +172,5 @@ def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) ->
             return super().read(path, offset, size)
 
     (tmp_path / "fedquilt.db-wal").write_bytes(bytes(100))
-    found = write_ahead.look(Closing(), tmp_path / "fedquilt.db")
+    found = write_ahead.read_log(Closing(), tmp_path / "fedquilt.db")
     assert (found.head, found.committed) == (b"", 0)

@@ -11,10 +11,10 @@ PAGE = (documents.ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Drawn from `coordinator/transitions.py`: paste `transitions.diagram()` into the page when it changes."""
+    """Drawn from `coordinator/transitions.py`: paste `transitions.format_diagram()` into the page when it changes."""
     found = re.search(r"```mermaid\n(.*?)\n```", PAGE, re.DOTALL)
     assert found is not None
-    assert found[1] == transitions.diagram()
+    assert found[1] == transitions.format_diagram()
 
 
 def test_every_path_that_it_names_is_there() -> None:

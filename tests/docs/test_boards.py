@@ -15,8 +15,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 def test_its_settings_are_valid() -> None:
     """As an agent reads them, and the coordinator's as `flash --role coordinator` does."""
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
-    assert settings.parse(config.parse(agent, "docs/boards.md")).device == "orin-07"
-    known = config.convert(config.parse(service, "docs/boards.md"), coordinator.Settings, "a coordinator's settings")
+    assert settings.parse_settings(config.parse_toml(agent, "docs/boards.md")).device == "orin-07"
+    known = config.convert_table(
+        config.parse_toml(service, "docs/boards.md"), coordinator.Settings, "a coordinator's settings"
+    )
     assert known.enrol is not None
     assert known.enrol.hosts == ("hub.site",)
 

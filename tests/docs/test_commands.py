@@ -15,10 +15,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def leaves() -> dict[str, click.Command]:
     """Every command by its words."""
-    context = click.Context(commands.top, info_name="fedquilt")
+    context = click.Context(commands.root_command, info_name="fedquilt")
     found: dict[str, click.Command] = {}
-    for name in commands.top.list_commands(context):
-        verb = commands.top.get_command(context, name)
+    for name in commands.root_command.list_commands(context):
+        verb = commands.root_command.get_command(context, name)
         assert verb is not None
         found[name] = verb
         found |= {f"{name} {inner}": each for inner, each in getattr(verb, "commands", {}).items()}
@@ -27,7 +27,7 @@ def leaves() -> dict[str, click.Command]:
 
 def test_the_page_is_what_the_commands_say_now() -> None:
     """`python -m fedquilt.cli.reference > docs/commands.md` writes it anew."""
-    assert (DOCS / "commands.md").read_text() == reference.page()
+    assert (DOCS / "commands.md").read_text() == reference.format_page()
 
 
 def test_every_verb_word_and_option_says_what_it_is_for() -> None:

@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
     """Its [data], and its network."""
-    job = settings.parse({"name": "j", "method": "fedavg", **config.parse(block, "docs/data.md")})
+    job = settings.parse_job({"name": "j", "method": "fedavg", **config.parse_toml(block, "docs/data.md")})
     DataSpec.parse(job.data)
     if job.model:
         pytest.importorskip("torch")
@@ -51,5 +51,5 @@ def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
     """All that refuse regression, and no other."""
     found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
     assert found is not None
-    wanted = [name for name in methods.names() if "regression" not in methods.load(name).tasks]
+    wanted = [name for name in methods.builtin_names() if "regression" not in methods.load(name).tasks]
     assert re.findall(r"`(\w+)`", found[0]) == wanted

@@ -19,9 +19,9 @@ def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
     text = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert text is not None
     (tmp_path / "momentum.toml").write_text(text[1])
-    found = grid.tables(tmp_path / "momentum.toml")["momentum"].filled(None)
+    found = grid.read_tables(tmp_path / "momentum.toml")["momentum"].fill_marks(None)
     jobs = [
-        settings.parse(found.job_of(points, row, 0, None))
+        settings.parse_job(found.make_job(points, row, 0, None))
         for points in found.columns.values()
         for row in found.rows.values()
     ]

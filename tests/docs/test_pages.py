@@ -37,7 +37,7 @@ def test_every_command_is_one(page: str, command: str) -> None:
     assert words[0] == "fedquilt"
     options = parsed(words[1:])
     if words[1] == "flash" and options["target"] is not None:
-        assert targets.find(options["target"], options["python"]).python
+        assert targets.find_target(options["target"], options["python"]).python
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -73,8 +73,8 @@ def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
     assert shown
     for name, text in shown.items():
         (tmp_path / name).write_text(text)
-        table = config.read(tmp_path / name)
-        assert agents.parse(table) if name == "agent.toml" else settings.parse(table)
+        table = config.read_toml(tmp_path / name)
+        assert agents.parse_settings(table) if name == "agent.toml" else settings.parse_job(table)
 
 
 def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
@@ -105,7 +105,7 @@ def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
 
     def submitted() -> bool:
         with Store(home) as store:
-            return bool(store.jobs())
+            return bool(store.readable_jobs())
 
     shell.run("fedquilt prepare train.toml")
     shell.start(BROKER, port=port)

@@ -18,7 +18,7 @@ from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing import conformance
-from fedquilt.testing.toys import learners, play, toy_bundle
+from fedquilt.testing.toys import point_members, run_method, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -50,7 +50,9 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Metho
     code = (folder / "prox.py").read_text().split('"""')[2]
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
     runs = [
-        play("fedprox", toy_bundle(), learners(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method)
+        run_method(
+            "fedprox", toy_bundle(), point_members(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method
+        )
         for method in (prox, methods.load("fedprox"))
     ]
     for mine, ours in zip(*runs, strict=True):
@@ -71,13 +73,13 @@ def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:
         lines = [text for text in blocks(page, "toml") if text.startswith("# agent.toml")]
         assert lines
         for text in lines:
-            settings.parse({"device": "d", "home": "h", **config.parse(text, page)})
+            settings.parse_settings({"device": "d", "home": "h", **config.parse_toml(text, page)})
 
 
 def test_the_usb_meter_of_the_page_reads_its_file(folder: Path) -> None:
     """5.1 V times 2 A; without the file it says nothing."""
     (folder / "usb_meter.py").write_text(blocks("add-a-sensor.md")[0])
-    meter = devices.meter({"name": "usb_meter:UsbMeter", "path": str(folder / "told")})
+    meter = devices.create_meter({"name": "usb_meter:UsbMeter", "path": str(folder / "told")})
     assert meter.read(0.0).total_w is None
     (folder / "told").write_text("5.1 2.0\n")
     assert (meter.read(1.0).total_w, meter.covers, meter.read(1.0).source) == (10.2, "board", "usb meter")
@@ -103,7 +105,7 @@ def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder: Path)
     (folder / "wall_plug.py").write_text(blocks("add-a-sensor.md")[1])
     with HTTPServer(("127.0.0.1", 0), Tasmota) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        meter = devices.meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
+        meter = devices.create_meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
         assert meter.read(0.0).total_w is None
         Tasmota.may.set()
         power = until(lambda: (now := meter.read(0.0)).total_w is not None and now, "the plug's watts")

@@ -20,7 +20,7 @@ def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
     assert [(claim.accepted, claim.round) for claim in site.all("claim")] == [(True, 0)]
     (order,) = site.bench.orders
     assert order.task == task
-    np.testing.assert_array_equal(tensors.read(Path(order.bundles["model"]))["w"], MODEL["w"])
+    np.testing.assert_array_equal(tensors.read_tensors(Path(order.bundles["model"]))["w"], MODEL["w"])
     site.bench.finish()
     site.run()
     update = site.all("update")[-1]
@@ -28,7 +28,7 @@ def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
     assert site.outbox == ["j-1@0"]
     site.ack()
     assert site.outbox == []
-    assert not site.agent.local.depot.has(update.bundles["model"])
+    assert not site.agent.local.depot.has_blob(update.bundles["model"])
     offered = len(site.all("update"))
     site.run(200.0)
     assert len(site.all("update")) == offered
@@ -56,13 +56,13 @@ def test_an_update_says_what_it_took(site: Site) -> None:
 def test_only_blobs_of_the_outbox_are_served(site: Site) -> None:
     """Whoever may publish on dn/ may not read a device's disk."""
     task = site.ask()
-    secret = site.agent.local.depot.put(b"private")
+    secret = site.agent.local.depot.store_bytes(b"private")
     for ref in (secret, task.bundles["model"]):
-        site.depot.drop(ref.sha256)
-        site.transfers.want("d", ref)
+        site.depot.remove_blob(ref.sha256)
+        site.transfers.request_blob("d", ref)
     site.run(5.0)
-    assert not site.depot.has(secret)
-    assert not site.depot.has(task.bundles["model"])
+    assert not site.depot.has_blob(secret)
+    assert not site.depot.has_blob(task.bundles["model"])
 
 
 def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
@@ -210,9 +210,9 @@ def test_a_goodbye_is_an_absence_that_keeps_the_outbox(site: Site) -> None:
     """Ordered to stop, it ends its process and says so."""
     until_offered(site)
     killed = site.bench.killed
-    site.agent.goodbye()
+    site.agent.shut_down()
     site.broker.now_s += 1.0
-    site.broker.deliver()
+    site.broker.deliver_due()
     site.listen()
     assert not site.all("presence")[-1].online
     assert site.bench.killed == killed + 1
@@ -272,6 +272,6 @@ def test_a_profile_says_what_an_engine_with_a_gpu_ran_on_last(site: Site) -> Non
     said = [profile.versions.get("numpy runs on") for profile in site.all("profile")]
     assert said[0] is None
     assert list(dict.fromkeys(said)) == [None, "CUDA", "processor"]
-    site.agent.take(site.agent.settings)  # other settings do not make it forgotten
+    site.agent.apply_settings(site.agent.settings)  # other settings do not make it forgotten
     site.run(1.0)
     assert site.all("profile")[-1].versions["numpy runs on"] == "processor"

@@ -122,9 +122,9 @@ ENDS: dict[str, Callable[[Site], object]] = {
     "failed": lambda site: site.bench.events.append(Outcome(code="memory", reason="too much")),
     "withdrawn": lambda site: site.say("task", b"", retain=True),
     "overtaken": lambda site: site.ask(round=1),
-    "goodbye": lambda site: site.agent.goodbye(),
-    "counted meanwhile": lambda site: site.agent.duty.feed(Acked(("j-1", 0), True), site.broker.now_s),
-    "disk": lambda site: site.agent.duty.feed(Failed("disk", "full"), site.broker.now_s),
+    "goodbye": lambda site: site.agent.shut_down(),
+    "counted meanwhile": lambda site: site.agent.duty.handle_event(Acked(("j-1", 0), True), site.broker.now_s),
+    "disk": lambda site: site.agent.duty.handle_event(Failed("disk", "full"), site.broker.now_s),
 }
 
 
@@ -247,11 +247,13 @@ def test_a_simulated_board_takes_the_time_and_joules_of_its_point(
 ) -> None:
     """5 TFLOP due in a minute take 25 s at 10 W, or 50 s at 3 W and so the fewer joules."""
     np.savez(site.folder / "own.npz", x=np.zeros((10, 4), np.float32), y=np.arange(10) % 2)
-    board = SimulatedDevice(profiles.parse(SIMULATED, "here"))
+    board = SimulatedDevice(profiles.parse_board_profile(SIMULATED, "here"))
     site.board = board  # type: ignore[assignment]
     data = {"path": str(site.folder / "own.npz")}
     site.start(InlineWorker(board), data=data, governor=GovernorSettings(policy))
-    site.ask(params=SGD, bundles={"model": site.depot.put(tensors.encode(LINEAR))}, work=Work(flops=5e12))
+    site.ask(
+        params=SGD, bundles={"model": site.depot.store_bytes(tensors.encode_tensors(LINEAR))}, work=Work(flops=5e12)
+    )
     site.run(taken[1])
     usage = site.all("update")[-1].usage
     assert (usage.point, usage.wall_s, usage.energy_j, usage.idle_j) == taken
@@ -264,7 +266,7 @@ def test_a_method_is_carried_out_on_the_devices_own_data(site: Site) -> None:
     np.savez(site.folder / "own.npz", x=draw.random((10, 4), np.float32), y=np.arange(10) % 2)
     board = Board()
     site.start(InlineWorker(board), data={"path": str(site.folder / "own.npz"), "held": 0.2})
-    site.ask(params=SGD, bundles={"model": site.depot.put(tensors.encode(LINEAR))})
+    site.ask(params=SGD, bundles={"model": site.depot.store_bytes(tensors.encode_tensors(LINEAR))})
     site.run(11.0)
     update = site.all("update")[-1]
     assert update.weight == 8.0

@@ -39,9 +39,9 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
-    state = site.agent.local.private("j-1", 0)
+    state = site.agent.local.find_private_state("j-1", 0)
     assert state.path is not None
-    assert tensors.read(Path(state.path))["c"] == 1.0
+    assert tensors.read_tensors(Path(state.path))["c"] == 1.0
 
 
 def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(site: Site) -> None:
@@ -63,14 +63,14 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     site.ack(0, accepted=True)
     second = site.bench.orders[-1]
     assert second.private is not None
-    assert tensors.read(Path(second.private))["c"] == 1.0
+    assert tensors.read_tensors(Path(second.private))["c"] == 1.0
     site.bench.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
     site.ask(2, counted=0)
     third = site.bench.orders[-1].private
     assert third is not None
-    assert tensors.read(Path(third))["c"] == 1.0
+    assert tensors.read_tensors(Path(third))["c"] == 1.0
 
 
 def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
@@ -95,7 +95,7 @@ def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.Lo
     _flip(site.folder / "d/blobs" / blob.sha256)
     site.start()
     site.ask(1, bundles=first.bundles)
-    np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    np.testing.assert_array_equal(tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
     assert f"blob {blob.sha256[:12]}" in caplog.text
 
 
@@ -110,8 +110,8 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
         digests.append(Path(path).name)
         return whole(disk, path)
 
-    whole = Disk.digest
-    monkeypatch.setattr(Disk, "digest", digest)
+    whole = Disk.hash_file
+    monkeypatch.setattr(Disk, "hash_file", digest)
     first = site.ask()
     site.bench.finish()
     site.run()
@@ -136,11 +136,11 @@ def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_n
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
     site.ask(1, bundles=first.bundles)
     with pytest.raises(StoreError, match="is damaged"):
-        tensors.read(Path(site.bench.orders[-1].bundles["model"]), blob.sha256)  # as `task.main` does
+        tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]), blob.sha256)  # as `task.main` does
     site.bench.events.append(Outcome(code="disk", reason="it is damaged"))
     site.run()
     site.ask(1, bundles=first.bundles, attempt=1)
-    np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    np.testing.assert_array_equal(tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
 
 
 def _flip(path: Path, at: int = -1) -> None:
@@ -153,7 +153,7 @@ def _flip(path: Path, at: int = -1) -> None:
 def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> None:
     """Offering it would never end."""
     until_offered(site)
-    site.agent.local.depot.drop(site.all("update")[-1].bundles["model"].sha256)
+    site.agent.local.depot.remove_blob(site.all("update")[-1].bundles["model"].sha256)
     site.run(10.0)
     assert site.outbox == []
     site.ask()

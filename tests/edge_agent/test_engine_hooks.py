@@ -24,17 +24,17 @@ from engine_cases import (
 from fedquilt import tensors
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Step, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 
 
 def changed(engine, hooks: Hooks, fit: Fit = Fit(epochs=2, batch=8), budget: int = AMPLE, **more):
-    start = {**numpy_engine.init(MLP, 0), **more}
-    return engine(budget).train(MLP, start, table(), fit, tensors.rng(1), hooks=hooks)
+    start = {**numpy_engine.init_tensors(MLP, 0), **more}
+    return engine(budget).train(MLP, start, table(), fit, tensors.seeded_rng(1), hooks=hooks)
 
 
 def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
     """Plain arithmetic on the engine's own arrays; an anchor of zeros changes no bit, one of ones does."""
-    ones = {name: np.ones(array.shape) for name, array in numpy_engine.init(MLP, 0).items()}  # float64 as well
+    ones = {name: np.ones(array.shape) for name, array in numpy_engine.init_tensors(MLP, 0).items()}  # float64 as well
     zeros = {name: np.zeros_like(array) for name, array in ones.items()}
 
     def shifted(anchor):
@@ -55,7 +55,7 @@ def test_an_anchor_that_does_not_fit_is_refused(engine):
     short = {"1.weight": np.zeros((5, 6), np.float32)}
     with pytest.raises(ModelError, match=r"'1.bias' of anchor 'by' is missing, the network wants \(5,\)"):
         changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": short}))
-    wide = {**numpy_engine.init(MLP, 0), "5.bias": np.zeros(7)}
+    wide = {**numpy_engine.init_tensors(MLP, 0), "5.bias": np.zeros(7)}
     with pytest.raises(ModelError, match=r"'5.bias' of anchor 'by' has shape \(7,\)"):
         changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": wide}))
 
@@ -63,7 +63,7 @@ def test_an_anchor_that_does_not_fit_is_refused(engine):
 @both
 def test_what_is_held_still_does_not_move(engine):
     """Only the head trains: weight decay and clipping leave the rest alone, and half the rate goes half as far."""
-    start = numpy_engine.init(MLP, 0)
+    start = numpy_engine.init_tensors(MLP, 0)
     fit = Fit(epochs=1, batch=20, lr=0.1, weight_decay=0.1, clip=0.01)
     moved = []
     for rate in (1.0, 0.5):
@@ -80,13 +80,13 @@ def test_what_is_held_still_does_not_move(engine):
 @both
 def test_stored_examples_may_be_read_in_a_methods_own_way(engine):
     """Six bits in a byte are six inputs: packed and unpacked they train to the same bits, and are judged alike."""
-    bits = tensors.rng("bits").integers(0, 2, (20, 6)).astype(np.uint8)
+    bits = tensors.seeded_rng("bits").integers(0, 2, (20, 6)).astype(np.uint8)
     y = bits[:, :3].argmax(axis=1)
     unpack = Hooks(inputs=lambda x: np.unpackbits(x, axis=1, count=6).astype(np.float32))
-    start, one = numpy_engine.init(MLP, 0), engine(AMPLE)
+    start, one = numpy_engine.init_tensors(MLP, 0), engine(AMPLE)
     packed, plain = Examples(np.packbits(bits, axis=1), y), Examples(bits.astype(np.float32), y)
-    model, _ = one.train(MLP, start, packed, Fit(batch=5), tensors.rng(0), hooks=unpack)
-    assert same_bits(model, one.train(MLP, start, plain, Fit(batch=5), tensors.rng(0))[0])
+    model, _ = one.train(MLP, start, packed, Fit(batch=5), tensors.seeded_rng(0), hooks=unpack)
+    assert same_bits(model, one.train(MLP, start, plain, Fit(batch=5), tensors.seeded_rng(0))[0])
     assert one.evaluate(MLP, model, packed, hooks=unpack) == one.evaluate(MLP, model, plain)
 
 
@@ -171,7 +171,7 @@ def test_two_turns_on_a_batch_train_masks_and_then_weights():
     assert close(whole, single, 1e-5)
     again, _ = changed(torch_one, Hooks(prepare=masked, steps=(scores, weights)), scores=begun)
     assert same_bits(whole, again)
-    start = numpy_engine.init(MLP, 0)
+    start = numpy_engine.init_tensors(MLP, 0)
     first, _ = changed(torch_one, Hooks(prepare=masked, steps=(scores,)), scores=begun)
     assert same_bits({name: first[name] for name in start}, start)
     assert np.abs(first["scores"]).min() > 0
@@ -189,7 +189,7 @@ def test_a_prepared_network_is_evaluated_as_it_was_trained():
         module.drawn = torch.ones(5)
         return module
 
-    model = {**numpy_engine.init(MLP, 0), "scores": np.zeros(5, np.float32)}
+    model = {**numpy_engine.init_tensors(MLP, 0), "scores": np.zeros(5, np.float32)}
     found = torch_one(AMPLE).evaluate(MLP, model, table(), hooks=Hooks(prepare=closed))
     blind = {**model, "1.weight": 0 * model["1.weight"], "1.bias": 0 * model["1.bias"]}
     del blind["scores"]
@@ -204,11 +204,11 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
     start = torch_start(network)
     head = max(name for name in start if name.endswith("weight"))
     hooks = Hooks(steps=(Step(rate=lambda name: float(name == head)),))
-    model, _ = torch_one(AMPLE).train(network, start, pictures(), Fit(batch=8), tensors.rng(0), hooks=hooks)
+    model, _ = torch_one(AMPLE).train(network, start, pictures(), Fit(batch=8), tensors.seeded_rng(0), hooks=hooks)
     assert [name for name in start if not np.array_equal(model[name], start[name])] == [head]
     none = Hooks(steps=(Step(rate=lambda name: 0.0),))
     with pytest.raises(ModelError, match="nothing to train"):
-        torch_one(AMPLE).train(network, start, pictures(), Fit(), tensors.rng(0), hooks=none)
+        torch_one(AMPLE).train(network, start, pictures(), Fit(), tensors.seeded_rng(0), hooks=none)
 
 
 def dropped(hooks: Hooks, **settings: object):
@@ -216,7 +216,7 @@ def dropped(hooks: Hooks, **settings: object):
     network = {"name": "fedquilt.testing.awkward:root_parameter", "inputs": 6, "classes": 3, **settings}
     start, x = torch_start(network), np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
     return start, torch_one(AMPLE).train(
-        network, start, Examples(x, np.arange(20) % 3), Fit(batch=8), tensors.rng(0), hooks=hooks
+        network, start, Examples(x, np.arange(20) % 3), Fit(batch=8), tensors.seeded_rng(0), hooks=hooks
     )[0]
 
 
@@ -243,11 +243,11 @@ def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
 
     start, fit = torch_start(CNN), Fit(epochs=5, batch=6, lr=0.2)
     engine = TorchEngine(AMPLE, half=getattr(torch, half))
-    mixed, _ = engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=True), tensors.rng(0))
-    full, _ = engine.train(CNN, start, pictures(), fit, tensors.rng(0))
+    mixed, _ = engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=True), tensors.seeded_rng(0))
+    full, _ = engine.train(CNN, start, pictures(), fit, tensors.seeded_rng(0))
     assert not same_bits(mixed, full)
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in mixed.values())
-    assert metrics_of(engine.evaluate(CNN, mixed, pictures()))["accuracy"] == 1.0
+    assert compute_metrics(engine.evaluate(CNN, mixed, pictures()))["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -259,7 +259,7 @@ def test_a_scaled_loss_is_unscaled_before_clipping(half: str):
     start, fit = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, clip=0.1)
     engine = TorchEngine(AMPLE, half=getattr(torch, half))
     mixed, full = (
-        engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=m), tensors.rng(0))[0]
+        engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=m), tensors.seeded_rng(0))[0]
         for m in (True, False)
     )
 
@@ -275,7 +275,9 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     start = torch_start(CNN)
-    models = [torch_one(AMPLE).train(CNN, start, pictures(), Fit(mixed=m), tensors.rng(0))[0] for m in (False, True)]
+    models = [
+        torch_one(AMPLE).train(CNN, start, pictures(), Fit(mixed=m), tensors.seeded_rng(0))[0] for m in (False, True)
+    ]
     assert same_bits(*models)
 
 
@@ -293,15 +295,17 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
 
     def trained() -> tuple[dict[str, np.ndarray], bool]:
         seen.clear()
-        model, _ = engine.train(CNN, start, pictures(), fit, tensors.rng(0), hooks=Hooks(steps=(Step(begin=begin),)))
+        model, _ = engine.train(
+            CNN, start, pictures(), fit, tensors.seeded_rng(0), hooks=Hooks(steps=(Step(begin=begin),))
+        )
         return model, seen[0]
 
     last, turned = trained()
     assert turned or torch.cuda.is_available()
-    scored = metrics_of(engine.evaluate(CNN, last, pictures()))
+    scored = compute_metrics(engine.evaluate(CNN, last, pictures()))
     monkeypatch.setattr(torch_engine, "WIDE", 1)
     first, turned = trained()
     assert not turned
-    assert metrics_of(engine.evaluate(CNN, last, pictures())) == pytest.approx(scored, rel=1e-5)
+    assert compute_metrics(engine.evaluate(CNN, last, pictures())) == pytest.approx(scored, rel=1e-5)
     for name, array in first.items():
         np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ def test_what_export_writes_is_read() -> None:
     facts = {"input": json.dumps({"channels": 1, "size": 4}), "labels": json.dumps(["day", "night"])}
     found = exported.read_metadata(facts)
     assert (found.labels, found.task) == (("day", "night"), "classes")
-    assert found.prepared(np.zeros((2, 4, 4), np.uint8)).shape == (2, 1, 4, 4)
+    assert found.prepare_inputs(np.zeros((2, 4, 4), np.uint8)).shape == (2, 1, 4, 4)
 
 
 @pytest.mark.parametrize(

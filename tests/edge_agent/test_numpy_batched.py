@@ -17,15 +17,15 @@ AMPLE, SCARCE = 1 << 40, 20_000  # bytes; the second holds about four examples a
 
 
 def examples(count: int, seed: int) -> Examples:
-    rng = tensors.rng("examples", count, seed)
+    rng = tensors.seeded_rng("examples", count, seed)
     return Examples(rng.integers(255, size=(count, 70), dtype=np.uint8), rng.integers(10, size=count))
 
 
 def arguments(seed: int, count: int, fit: Fit, network: dict[str, Any] = MLP) -> tuple[Any, ...]:
-    rng = tensors.rng("start", seed)
+    rng = tensors.seeded_rng("start", seed)
     shapes = {"1.weight": (9, 70), "1.bias": (9,), "3.weight": (10, 9), "3.bias": (10,)}
     start = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return network, start, examples(count, seed), fit, tensors.rng("order", seed)
+    return network, start, examples(count, seed), fit, tensors.seeded_rng("order", seed)
 
 
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
@@ -48,7 +48,7 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 def test_each_device_has_the_bits_of_the_loop(fit: Fit, budget_bytes: int) -> None:
     """Whoever else is trained with it, and where a budget splits mini-batches."""
     engine = BatchedNumpyEngine(budget_bytes, base_bytes=0)
-    calls = [engine.call(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)]
+    calls = [engine.batchable_call(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)]
     loop = [engine.train(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)]
     assert None not in calls
     assert_same(engine.train_together([call for call in calls if call]), loop)
@@ -56,26 +56,26 @@ def test_each_device_has_the_bits_of_the_loop(fit: Fit, budget_bytes: int) -> No
 
 def test_those_of_one_size_go_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = BatchedNumpyEngine(AMPLE), []
-    trained = engine._trained
-    monkeypatch.setattr(engine, "_trained", lambda calls: seen.append(len(calls)) or trained(calls))
+    trained = engine._train_batch
+    monkeypatch.setattr(engine, "_train_batch", lambda calls: seen.append(len(calls)) or trained(calls))
     fit = Fit(epochs=1, batch=16, lr=0.1)
-    engine.train_together([engine.call(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)])  # type: ignore[misc]
+    engine.train_together([engine.batchable_call(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)])  # type: ignore[misc]
     assert seen == [3, 2, 1]
 
 
 def test_what_needs_a_look_at_each_device_is_left_to_the_loop() -> None:
     engine = BatchedNumpyEngine(AMPLE)
     pull = Hooks(correct=lambda gradient, value, at: gradient)
-    assert engine.call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1)), hooks=pull) is None
-    assert engine.call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1, clip=1.0))) is None
-    assert engine.call(*arguments(0, 0, Fit(epochs=1, batch=16, lr=0.1))) is None
+    assert engine.batchable_call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1)), hooks=pull) is None
+    assert engine.batchable_call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1, clip=1.0))) is None
+    assert engine.batchable_call(*arguments(0, 0, Fit(epochs=1, batch=16, lr=0.1))) is None
 
 
 def test_one_that_diverges_fails_alone() -> None:
     engine, fit = BatchedNumpyEngine(AMPLE), Fit(epochs=1, batch=16, lr=0.1)
     given = [arguments(seed, 40, fit) for seed in range(3)]
     given[1][1]["3.bias"][0] = np.inf
-    found = engine.train_together([engine.call(*each) for each in given])  # type: ignore[misc]
+    found = engine.train_together([engine.batchable_call(*each) for each in given])  # type: ignore[misc]
     assert isinstance(found[1], UpdateError)
     assert "the loss became NaN" in str(found[1])
     assert_same([found[0], found[2]], [engine.train(*arguments(seed, 40, fit)) for seed in (0, 2)])
@@ -86,6 +86,6 @@ def test_one_whose_labels_do_not_fit_says_so_alone() -> None:
     engine, fit = BatchedNumpyEngine(AMPLE), Fit(epochs=1, batch=16, lr=0.1)
     given = [arguments(seed, 40, fit) for seed in range(3)]
     given[1][2].y[0] = 10
-    found = engine.train_together([engine.call(*each) for each in given])  # type: ignore[misc]
+    found = engine.train_together([engine.batchable_call(*each) for each in given])  # type: ignore[misc]
     assert isinstance(found[1], DataError)
     assert_same([found[0], found[2]], [engine.train(*arguments(seed, 40, fit)) for seed in (0, 2)])

@@ -35,11 +35,11 @@ def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
     """Errors 1, -1, 0 and 2 of four numbers: mean square 6/4; R² is the mean of 1 - 1/2 and 1 - 5/2."""
     found = objectives.Evaluation("regression")
     scores, y = np.array([[2.0, 1.0], [3.0, 4.0]]), np.array([[1.0, 2.0], [3.0, 2.0]], np.float32)
-    losses, gradient = objectives.losses("regression", scores, y)
+    losses, gradient = objectives.losses_and_gradients("regression", scores, y)
     assert losses.tolist() == [1.0, 2.0]
     assert gradient.tolist() == [[1.0, -1.0], [0.0, 2.0]]
-    found.add(scores, y, float(losses.sum()))
-    told = evaluation.metrics_of(found.sums())
+    found.add_batch(scores, y, float(losses.sum()))
+    told = evaluation.compute_metrics(found.sums())
     assert told == {"rmse": math.sqrt(1.5), "mae": 1.0, "r2": pytest.approx(0.5), "loss": 1.5}
 
 
@@ -47,8 +47,8 @@ def test_what_never_varies_has_no_share_explained() -> None:
     """R² is of the second output alone; of none where neither varies."""
     for y, wanted in ([[5.0, 1.0], [5.0, 2.0]], 1.0), ([[5.0, 1.0], [5.0, 1.0]], None):
         found = objectives.Evaluation("regression")
-        found.add(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
-        assert evaluation.metrics_of(found.sums()).get("r2") == wanted
+        found.add_batch(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
+        assert evaluation.compute_metrics(found.sums()).get("r2") == wanted
 
 
 def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
@@ -56,13 +56,13 @@ def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
     found = objectives.Evaluation("labels")
     scores = np.array([[1.0, 1.0, -1.0], [-1.0, 1.0, -1.0]])
     y = np.array([[1, 1, 0], [0, 0, 0]], np.uint8)
-    losses, gradient = objectives.losses("labels", scores, y)
+    losses, gradient = objectives.losses_and_gradients("labels", scores, y)
     small, large = math.log(1 + math.exp(-1)), math.log(1 + math.exp(1))
     assert losses.tolist() == pytest.approx([small, (2 * small + large) / 3])
     share = 1 / (1 + math.exp(-1))
     assert gradient[1].tolist() == pytest.approx([(1 - share) / 3, share / 3, (1 - share) / 3])
-    found.add(scores, y, float(losses.sum()))
-    told = evaluation.metrics_of(found.sums())
+    found.add_batch(scores, y, float(losses.sum()))
+    told = evaluation.compute_metrics(found.sums())
     assert told["label_accuracy"] == pytest.approx(5 / 6)
     assert told["exact_match"] == 0.5
     assert told["macro_f1"] == pytest.approx((1 + 2 / 3) / 2)
@@ -71,7 +71,9 @@ def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
 def test_large_scores_overflow_nothing() -> None:
     """Of a label that is there and one that is not."""
     with np.errstate(over="raise", invalid="raise"):
-        losses, gradient = objectives.losses("labels", np.array([[1e4, -1e4]]), np.array([[0, 1]], np.uint8))
+        losses, gradient = objectives.losses_and_gradients(
+            "labels", np.array([[1e4, -1e4]]), np.array([[0, 1]], np.uint8)
+        )
     assert losses.tolist() == [1e4]
     assert gradient.tolist() == [[0.5, -0.5]]
 
@@ -79,8 +81,8 @@ def test_large_scores_overflow_nothing() -> None:
 def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> None:
     """As for classes."""
     found = objectives.Evaluation("regression")
-    assert evaluation.metrics_of(found.sums()) == {}
-    found.add(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
+    assert evaluation.compute_metrics(found.sums()) == {}
+    found.add_batch(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
     with pytest.raises(UpdateError, match="1 held-out examples is nan: it is of no use"):
         found.sums()
 
@@ -102,7 +104,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> 
 def test_targets_of_another_task_are_named(task: TaskKind, y: np.ndarray, said: str) -> None:
     """In training and evaluation, before a step is taken."""
     engine, network = NumpyEngine(AMPLE, base_bytes=0), table(task, 2)
-    start = numpy_engine.init(network, 0)
+    start = numpy_engine.init_tensors(network, 0)
     examples = Examples(np.zeros((2, 4), np.float32), y)
     with pytest.raises(DataError, match=said):
         engine.train(network, start, examples, Fit(), np.random.default_rng(0))
@@ -119,7 +121,7 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
     """numpy, torch, and torch with several devices in one graph: the same tensors and metrics but for rounding."""
     batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
     network, fit = table(task, 2), Fit(epochs=3, batch=8, lr=0.05, optimizer=optimizer)
-    start = numpy_engine.init(network, 0)
+    start = numpy_engine.init_tensors(network, 0)
     plain, engine = NumpyEngine(AMPLE, base_bytes=0), batched.BatchedTorchEngine(AMPLE, base_bytes=0)
     shares = [drawn(task, seed, count) for seed, count in ((0, 30), (1, 27))]
     calls = [engine.call(network, start, share, fit, np.random.default_rng(2)) for share in shares]
@@ -132,7 +134,7 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
             np.testing.assert_allclose(stacked[name], array, rtol=1e-4, atol=1e-5)
         assert said["loss"] == pytest.approx(told["loss"], rel=1e-4)
         before, after, other = (
-            evaluation.metrics_of(each.evaluate(network, model, share))
+            evaluation.compute_metrics(each.evaluate(network, model, share))
             for each, model in ((plain, start), (plain, ours), (engine, ours))
         )
         assert after["loss"] < before["loss"]
@@ -144,7 +146,7 @@ def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
     """The same in both engines, example by example and by groups."""
     torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
     network = table(task, 2)
-    start, share = numpy_engine.init(network, 0), drawn(task, 0, 10)
+    start, share = numpy_engine.init_tensors(network, 0), drawn(task, 0, 10)
     for each in (1, 4):
         ours = NumpyEngine(AMPLE, base_bytes=0).fisher(network, start, share, each=each)
         theirs = torch_engine.TorchEngine(AMPLE, base_bytes=0).fisher(network, start, share, each=each)
@@ -159,7 +161,7 @@ def test_tokens_that_the_network_does_not_know_are_named() -> None:
     network = {"name": "transformer", "vocabulary": 5, "length": 3, "classes": 2, "width": 4, "heads": 1, "depth": 1}
     from fedquilt.models.networks import registry
 
-    start = {name: value.numpy() for name, value in registry.load(network).state_dict().items()}
+    start = {name: value.numpy() for name, value in registry.load_network(network).state_dict().items()}
     tokens = Examples(np.array([[1, 2, 5]], np.int32), np.array([1]))
     with pytest.raises(DataError, match=r"tokens run from 0 to 5, and the network knows 5 \(0 to 4\)"):
         engine.evaluate(network, start, tokens)

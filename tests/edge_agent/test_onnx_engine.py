@@ -67,7 +67,7 @@ def test_only_a_roomy_budget_pays_for_optimizing(tmp_path: Path) -> None:
     graph = product(tmp_path, weights, activation_bytes=8192)
     x = np.random.default_rng(1).normal(size=(5, 1024)).astype(np.float32)
     tight, roomy = (OnnxEngine(size * MB, base_bytes=0) for size in (31, 33))
-    assert (tight.plan(graph).roomy, roomy.plan(graph).roomy) == (False, True)
+    assert (tight.memory_plan(graph).roomy, roomy.memory_plan(graph).roomy) == (False, True)
     np.testing.assert_allclose(tight.run(graph, x), roomy.run(graph, x), rtol=1e-4, atol=1e-4)
 
 
@@ -83,9 +83,9 @@ def test_the_least_recently_used_session_goes_first(tmp_path: Path, weights: np.
     engine = OnnxEngine(2 * 2 * (SESSION_BYTES + 2 * weights.nbytes), base_bytes=0)
     for graph in (a, b, a, c):
         engine.run(graph, np.ones((1, 3)))
-    assert engine.resident() == (a, c)
+    assert engine.loaded_graphs() == (a, c)
     engine.close()
-    assert engine.resident() == ()
+    assert engine.loaded_graphs() == ()
 
 
 def test_an_empty_batch_gives_an_empty_answer(tmp_path: Path, weights: np.ndarray) -> None:
@@ -121,16 +121,16 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
     engine = OnnxEngine(40 * MB, base_bytes=0)
     for graph in graphs:
         engine.run(graph, np.ones((1, 512), np.float32))
-    assert engine.resident() == tuple(graphs)
-    held = engine.plan(graphs[0]).held_bytes
+    assert engine.loaded_graphs() == tuple(graphs)
+    held = engine.memory_plan(graphs[0]).held_bytes
     engine.make_room(engine.room_bytes - 3 * held)
-    assert engine.resident() == tuple(graphs)
+    assert engine.loaded_graphs() == tuple(graphs)
     engine.make_room(engine.room_bytes - 3 * held + 1)
-    assert engine.resident() == tuple(graphs[1:])
+    assert engine.loaded_graphs() == tuple(graphs[1:])
     engine.batch(graphs[1], around_bytes=engine.room_bytes)
-    assert engine.resident() == (graphs[1],)
+    assert engine.loaded_graphs() == (graphs[1],)
     engine.make_room(engine.room_bytes)
-    assert engine.resident() == ()
+    assert engine.loaded_graphs() == ()
 
 
 @pytest.mark.parametrize(("activation_bytes", "roomy"), [(2 * MB, True), (2 * MB + 4, False)])
@@ -138,7 +138,7 @@ def test_large_activations_are_not_laid_out_anew(tmp_path: Path, activation_byte
     """The same weights are optimized where four examples fit twice into a quarter of the room, and else not."""
     weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     graph = product(tmp_path, weights, activation_bytes=activation_bytes)
-    assert OnnxEngine(64 * MB, base_bytes=0).plan(graph).roomy is roomy
+    assert OnnxEngine(64 * MB, base_bytes=0).memory_plan(graph).roomy is roomy
 
 
 def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it
     with pytest.raises(ModelError, match=r"graph graph cannot be run: tensor 'k' is in '\.\./device\.key'"):
         engine.run(path, np.zeros((1, 27)))
     with pytest.raises(ModelError, match=r"device\.key"):
-        engine.facts(path)
+        engine.read_metadata(path)
 
 
 KEEPS = """

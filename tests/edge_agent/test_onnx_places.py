@@ -170,8 +170,8 @@ def test_memory_that_runs_out_and_a_gpu_that_is_gone_are_no_failure_of_a_provide
         raise RuntimeError(said)
 
     with pytest.raises(RuntimeError, match=said):
-        places.session(make)
-    assert (len(asked), places.note, places.runs_on) == (1, "", "CUDA")
+        places.create_session(make)
+    assert (len(asked), places.note, places.provider_name) == (1, "", "CUDA")
 
 
 def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -
             os.utime(tmp_path / "tensorrt" / name, (1000 + age, 1000 + age))
         return SimpleNamespace(get_providers=lambda: [TENSORRT, PROCESSOR])
 
-    places.session(make)
+    places.create_session(make)
     assert engines() == ["middle", "new"]
     places.use_tensorrt(tmp_path, 40)
     assert engines() == ["new"]
@@ -196,4 +196,4 @@ def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -
 
 def test_a_runtime_for_processors_alone_says_nothing_of_places() -> None:
     """Its profile has no line for it."""
-    assert Places([PROCESSOR], 100).runs_on == ""
+    assert Places([PROCESSOR], 100).provider_name == ""

@@ -19,7 +19,7 @@ from waiting import until
 
 from fedquilt import cli, tensors
 from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
-from fedquilt.data.examples import load as load_examples
+from fedquilt.data.examples import load_share as load_examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import credentials, enrol
 from fedquilt.edge_agent.clocks.client import Clocks
@@ -27,7 +27,7 @@ from fedquilt.edge_agent.settings import AgentSettings, BrokerSettings
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.doctor import agent as checks
 from fedquilt.tools.doctor import facts, folders, identity, machine
 from fedquilt.transport.broker import Broker
@@ -40,7 +40,7 @@ PARAMS = {"epochs": 1, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0
 def order(home: Path, examples: Path, budget_bytes: int) -> Order:
     out = home / "out"
     out.mkdir(exist_ok=True)
-    (home / "model").write_bytes(tensors.encode(MODEL))
+    (home / "model").write_bytes(tensors.encode_tensors(MODEL))
     task = Task(
         job="j-1",
         round=0,
@@ -116,7 +116,7 @@ def is_told(home: Path, examples: Path, form: str) -> str:
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
         load_examples(DataSpec.parse({"path": str(path), "format": form}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
-    finding = checks.examples(settings, Path("agent.toml"))
+    finding = checks.check_examples(settings, Path("agent.toml"))
     assert finding is not None
     assert "cannot be read by this user" in finding.sentence
     return str(raised.value)
@@ -133,7 +133,7 @@ def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, exam
 
 
 def finds_a_cage(groups: Path, proc: Path) -> bool:
-    return budget.Cage(groups, proc).limit(os.getpid(), 1 << 30)
+    return budget.Cage(groups, proc).apply_limit(os.getpid(), 1 << 30)
 
 
 def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
@@ -151,12 +151,12 @@ def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
 
 
 def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
-    assert credentials.taken(settings, run) == settings
+    assert credentials.apply_systemd_credentials(settings, run) == settings
     with pytest.raises(JobError, match=r"ca\.crt cannot be read: check its path and permissions"):
-        Broker.parse(url="mqtts://127.0.0.1", ca=settings.broker.ca)
+        Broker.from_url(url="mqtts://127.0.0.1", ca=settings.broker.ca)
     with pytest.raises(StoreError, match=r"look for .*device\.key: Permission denied"):
-        enrol.own_key(enrol.Paths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token"))))
-    return identity.credentials(settings, Path("agent.toml")).mend
+        enrol.load_or_create_key(enrol.Paths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token"))))
+    return identity.check_credentials(settings, Path("agent.toml")).mend
 
 
 def test_secrets_that_are_roots_are_named(user: User):
@@ -173,8 +173,8 @@ def test_secrets_that_are_roots_are_named(user: User):
 
 
 def finds_the_folder(home: Path) -> Any:
-    found = checks.room(home, AgentSettings(device="d", home=str(home)), folders.free_bytes)
-    return [checks.folder(home).number, checks.folder(home).severity, found.number]
+    found = checks.check_free_space(home, AgentSettings(device="d", home=str(home)), folders.free_bytes)
+    return [checks.check_home(home).number, checks.check_home(home).severity, found.number]
 
 
 def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
@@ -198,7 +198,7 @@ def said(*arguments: str) -> str:
 def test_the_clock_commands_are_an_ordinary_users(user: User):
     """Beside the helper everything is told and held; without it the memory's frequencies are said to be root's."""
     root = user.folder / "board"
-    plant(root, "jetson-orin-nx", 6)
+    write_fake_board(root, "jetson-orin-nx", 6)
     if user.root:
         user.shut(root / "sys/kernel/debug")
     with Served(root, user.folder / "run", user.gid) as served:
@@ -215,18 +215,18 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
 
 
 def found(root: Path) -> Any:
-    seen = facts.look(root, 1.8e9, 0.0)
-    return [[one.severity, one.sentence] for one in machine.check(seen) if one.number == "FQ172"]
+    seen = facts.read_machine(root, 1.8e9, 0.0)
+    return [[one.severity, one.sentence] for one in machine.check_machine(seen) if one.number == "FQ172"]
 
 
 def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     """With it all is well; with one that reads no more than this user, that is found."""
     root = user.folder / "board"
-    plant(root, "jetson-orin-nx", 6)
+    write_fake_board(root, "jetson-orin-nx", 6)
     whole = root
     if not user.root:
         whole = user.folder / "whole"
-        plant(whole, "jetson-orin-nx", 6)
+        write_fake_board(whole, "jetson-orin-nx", 6)
     user.shut(root / "sys/kernel/debug")
     (root / "run").mkdir()
     ((severity, sentence),) = user.does(found, root)
@@ -238,7 +238,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
         ]
     shutil.rmtree(root / "run/fedquilt")
     blind = user.folder / "blind"  # without debugfs and without modes, root itself knows no list
-    plant(blind, "jetson-orin-nx", 6)
+    write_fake_board(blind, "jetson-orin-nx", 6)
     shutil.rmtree(blind / "sys/kernel/debug")
     (blind / "etc/nvpmodel.conf").unlink()
     with Served(blind, root / "run/fedquilt", user.gid):
@@ -250,14 +250,14 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
 def holds(socket: Path, limit: Path) -> Any:
     clocks = Clocks.connect(socket)
     assert clocks is not None
-    clocks.hold(OperatingPoint(name="slow", cpu_hz=345.6e6))
-    return [limit.read_text().strip(), len(clocks.status().clocks)]
+    clocks.pin(OperatingPoint(name="slow", cpu_hz=345.6e6))
+    return [limit.read_text().strip(), len(clocks.request_status().clocks)]
 
 
 def test_a_client_hears_the_helper_within_its_own_rights(user: User):
     """What it holds the helper gives back when the user's process ends, however it ends."""
     root = user.folder / "board"
-    plant(root, "jetson-tx2", 4)
+    write_fake_board(root, "jetson-tx2", 4)
     limit = root / "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"
     with Served(root, user.folder / "run", user.gid) as served:
         assert user.does(holds, served.path, limit) == ["345600", 4]

@@ -26,7 +26,7 @@ from fedquilt.edge_agent.events import (
     Stop,
     Tick,
 )
-from fedquilt.edge_agent.plan import KILLED_MOST, advance, next_s
+from fedquilt.edge_agent.plan import KILLED_MOST, advance, next_due_s
 from fedquilt.edge_agent.remembered import Counted
 
 
@@ -38,13 +38,13 @@ def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_r
     for _ in range(KILLED_MOST):
         state, actions = advance(state, killed, 1.0)
         assert actions == (Begin(task()),)
-        assert plan.plannable_bytes(state, task()) == MEANS.budget_bytes  # the same bits as the first time
+        assert plan.plan_limit_bytes(state, task()) == MEANS.budget_bytes  # the same bits as the first time
     state, actions = advance(state, killed, 1.0)
     stop, say = actions
     assert stop == Stop()
     assert isinstance(say, Say)
     assert (say.claim.code, say.claim.reason) == ("memory", "killed by the kernel (3 times)")
-    assert plan.plannable_bytes(state, task()) < MEANS.budget_bytes
+    assert plan.plan_limit_bytes(state, task()) < MEANS.budget_bytes
 
 
 def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
@@ -135,11 +135,11 @@ def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None
     """First after REFETCH_S, then after twice as long."""
     state, actions = after(Arrived(task(), frozenset({A})), Fetched(A.sha256, "not offered"))
     assert actions == ()
-    assert next_s(state) == REFETCH_S
+    assert next_due_s(state) == REFETCH_S
     state, actions = advance(state, Tick(), REFETCH_S)
     assert actions == (Fetch((A,)),)
     state, _ = advance(state, Fetched(A.sha256, "not offered"), 10.0)
-    assert next_s(state) == 10.0 + 2 * REFETCH_S
+    assert next_due_s(state) == 10.0 + 2 * REFETCH_S
     assert advance(state, Fetched(A.sha256), 11.0)[1] == (Begin(task()),)
 
 
@@ -188,4 +188,4 @@ def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_coun
             elif isinstance(action, Send):
                 assert (action.update.job, action.update.round) in state.outbox
         assert busy == (state.open is not None and state.open.working)
-        assert next_s(advance(state, Tick(), now_s)[0]) > now_s
+        assert next_due_s(advance(state, Tick(), now_s)[0]) > now_s

@@ -24,7 +24,7 @@ from fedquilt.edge_agent.events import (
     Stop,
     Tick,
 )
-from fedquilt.edge_agent.plan import REMEMBERED_JOBS, RESEND_MOST_S, advance, next_s
+from fedquilt.edge_agent.plan import REMEMBERED_JOBS, RESEND_MOST_S, advance, next_due_s
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.wire import Claim
 
@@ -35,8 +35,8 @@ def test_a_result_is_offered_at_once_and_then_ever_more_rarely() -> None:
     assert actions == (Send(update()),)
     waits, now_s = [], 0.0
     for _ in range(7):
-        waits.append(next_s(state) - now_s)
-        now_s = next_s(state)
+        waits.append(next_due_s(state) - now_s)
+        now_s = next_due_s(state)
         state, actions = advance(state, Tick(), now_s)
         assert actions == (Send(update()),)
     assert waits == [RESEND_S, 5.0, 10.0, 20.0, 40.0, RESEND_MOST_S, RESEND_MOST_S]
@@ -51,7 +51,7 @@ def test_a_new_session_offers_everything_at_once() -> None:
     """The broker may have lost what it was given."""
     state, actions = advance(done(), Connected(), 1.0)
     assert actions == (Send(update()),)
-    assert next_s(state) == 1.0 + RESEND_S
+    assert next_due_s(state) == 1.0 + RESEND_S
 
 
 def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new_attempt() -> None:
@@ -64,7 +64,7 @@ def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
     """An old message must not have it worked for again."""
     state, actions = advance(done(), Acked(("j-1", 0), True), 1.0)
     assert actions == ()
-    assert next_s(state) == math.inf
+    assert next_due_s(state) == math.inf
     claim = Claim(job="j-1", round=0, attempt=0, accepted=False, code="counted", reason=plan.COUNTED, counted=0)
     assert advance(state, Arrived(task()), 2.0) == (state, (Say(claim),))
     assert Begin(task(1)) in advance(state, Arrived(task(1)), 2.0)[1]
@@ -117,7 +117,7 @@ def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_an
 def test_a_refused_update_is_gone_but_its_task_may_be_asked_again() -> None:
     """A stopped job refuses updates and, once resumed, asks for them anew."""
     state, _ = advance(done(), Acked(("j-1", 0), False), 1.0)
-    assert next_s(state) == math.inf
+    assert next_due_s(state) == math.inf
     assert Begin(task()) in advance(state, Arrived(task()), 2.0)[1]
 
 
@@ -184,8 +184,8 @@ def at_work(state: State, *, now_s: float, round: int = 0, fetched_s: float = 0.
 
 def test_before_the_first_update_its_way_is_left_as_long_as_the_model_took_to_come() -> None:
     """8 s of 60; of 20, whose rest is 12, no more than half of those: something has to be left for the work."""
-    assert plan.way_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0), 8.0) == 8.0
-    assert plan.way_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0, deadline_s=20.0), 8.0) == 6.0
+    assert plan.upload_reserve_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0), 8.0) == 8.0
+    assert plan.upload_reserve_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0, deadline_s=20.0), 8.0) == 6.0
 
 
 def test_later_the_middle_of_the_last_three_ways_is_left() -> None:
@@ -196,7 +196,7 @@ def test_later_the_middle_of_the_last_three_ways_is_left() -> None:
         state, _ = advance(state, Done(update(round), False), now_s)
         now_s += way_s
         state, _ = advance(state, Acked(("j-1", round), True), now_s)
-    assert plan.way_s(at_work(state, now_s=now_s + 9.0, round=4, fetched_s=9.0), now_s + 9.0) == 5.0
+    assert plan.upload_reserve_s(at_work(state, now_s=now_s + 9.0, round=4, fetched_s=9.0), now_s + 9.0) == 5.0
 
 
 def test_an_update_that_is_sent_under_a_new_attempt_has_been_on_its_way_since_it_was_made() -> None:

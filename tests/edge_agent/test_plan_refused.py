@@ -12,7 +12,7 @@ from fedquilt.core import Encoding, OperatingPoint, Reading, Task, Update, Usage
 from fedquilt.edge_agent import plan
 from fedquilt.edge_agent.events import Arrived, Begin, Cleared, Done, Failed, Learn, Open, Say, State, Stop
 from fedquilt.edge_agent.plan import REMEMBERED_WORKLOADS, advance
-from fedquilt.edge_agent.power.learned import Learned, Seen, taught
+from fedquilt.edge_agent.power.learned import Learned, Seen, learn_segment
 from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 
@@ -88,7 +88,7 @@ def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refu
     for failures in range(3):
         state, actions = after(Arrived(again(asked, failures)), state=state)
         assert actions[-1] == Begin(again(asked, failures))
-        planned = plan.plannable_bytes(state, asked)
+        planned = plan.plan_limit_bytes(state, asked)
         assert planned == ASSUMED_BASE_BYTES["numpy"] + int(room / 1.25**failures)
         state, _ = after(Failed("memory", "it was killed", overrun=True), state=state)
     state, _ = after(Arrived(again(asked, 3)), Failed("memory", "it was killed", overrun=True), state=state)
@@ -106,7 +106,7 @@ def again(asked: Task, attempt: int) -> Task:
 def test_an_engine_that_refuses_beforehand_teaches_nothing() -> None:
     """Planning with even less would have it refuse the more."""
     state, _ = after(Arrived(task()), Failed("budget", "one example does not fit"))
-    assert plan.plannable_bytes(state, task()) == MEANS.budget_bytes
+    assert plan.plan_limit_bytes(state, task()) == MEANS.budget_bytes
 
 
 def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> None:
@@ -115,8 +115,8 @@ def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> N
     seen = msgspec.structs.replace(update(), usage=usage)
     state, _ = after(Arrived(task()), Done(seen, False, planned_bytes=20 * 10**6))
     assert state.cautions[("fedavg", "numpy")].ratio == pytest.approx(1.15)
-    assert plan.plannable_bytes(state, task()) < MEANS.budget_bytes
-    assert plan.plannable_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
+    assert plan.plan_limit_bytes(state, task()) < MEANS.budget_bytes
+    assert plan.plan_limit_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
     untold, _ = after(Arrived(task()), Done(seen, False))
     assert not untold.cautions
 
@@ -153,7 +153,7 @@ def test_a_failure_without_a_task_is_nothing() -> None:
 def test_what_was_learned_is_kept_of_the_latest_workloads_and_written_down() -> None:
     """By engine and method; the longest unseen goes first, and a task that taught nothing writes nothing."""
     state = State(MEANS)
-    learned = taught(Learned(), Seen(OperatingPoint(name="a", flops_per_s=1.0), Work(flops=1.0), 2.0, None))
+    learned = learn_segment(Learned(), Seen(OperatingPoint(name="a", flops_per_s=1.0), Work(flops=1.0), 2.0, None))
     for index in range(REMEMBERED_WORKLOADS + 1):
         each = task(method=f"m{index}")
         done = Done(Update(**{**vars_of(each), "usage": Usage()}), False, learned)

@@ -30,7 +30,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
     """So that a daemon may be started from anywhere."""
-    loaded = settings.load(write(tmp_path, GOOD))
+    loaded = settings.load_settings(write(tmp_path, GOOD))
     assert loaded.home == str(tmp_path / "state")
     assert loaded.broker.ca == str(tmp_path / "ca.crt")
     assert loaded.data == {"path": str(tmp_path / "images")}
@@ -38,45 +38,50 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
     """A twentieth of the time to spare; a recorded profile lies beside the file."""
-    assert settings.load(write(tmp_path, GOOD)).governor.rule() == Rule("energy", 0.05)
-    told = settings.load(write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n"))
-    assert told.governor.rule() == Rule("max", 0)
+    assert settings.load_settings(write(tmp_path, GOOD)).governor.to_policy() == Rule("energy", 0.05)
+    told = settings.load_settings(
+        write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n")
+    )
+    assert told.governor.to_policy() == Rule("max", 0)
     assert told.profile == str(tmp_path / "mine.toml")
 
 
 def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
     """What is no path and lies not beside the settings is one that ships, and is left as it is."""
-    shipped = settings.load(write(tmp_path, f"profile = 'jetson-tx2'\n{GOOD}"))
+    shipped = settings.load_settings(write(tmp_path, f"profile = 'jetson-tx2'\n{GOOD}"))
     assert shipped.profile == "jetson-tx2"
     (tmp_path / "own").write_text("")
-    assert settings.load(write(tmp_path, f"profile = 'own'\n{GOOD}")).profile == str(tmp_path / "own")
+    assert settings.load_settings(write(tmp_path, f"profile = 'own'\n{GOOD}")).profile == str(tmp_path / "own")
 
 
 def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
     """By what only a job has."""
     with pytest.raises(JobError, match=r"agent\.toml: this is a job, and a board's settings"):
-        settings.load(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
+        settings.load_settings(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
 
 
 def test_labels_are_words_and_what_is_none_is_named(tmp_path: Path) -> None:
     """With the file, before the agent starts."""
-    assert settings.load(write(tmp_path, 'labels = ["site=lab", "window"]\n' + GOOD)).labels == ("site=lab", "window")
+    assert settings.load_settings(write(tmp_path, 'labels = ["site=lab", "window"]\n' + GOOD)).labels == (
+        "site=lab",
+        "window",
+    )
     with pytest.raises(JobError, match=r"agent\.toml: labels: 'Site lab' is no label"):
-        settings.load(write(tmp_path, 'labels = ["Site lab"]\n' + GOOD))
+        settings.load_settings(write(tmp_path, 'labels = ["Site lab"]\n' + GOOD))
 
 
 def test_the_budget_is_half_of_the_board_unless_given() -> None:
     """Half of 8 GB; or what was said."""
     table = {"device": "d", "home": "h"}
-    assert settings.parse(table).budget_bytes(8 * 10**9) == 4 * 10**9
-    assert settings.parse({**table, "budget": "512MB"}).budget_bytes(8 * 10**9) == 512 * 10**6
+    assert settings.parse_settings(table).task_budget_bytes(8 * 10**9) == 4 * 10**9
+    assert settings.parse_settings({**table, "budget": "512MB"}).task_budget_bytes(8 * 10**9) == 512 * 10**6
 
 
 def test_a_size_without_its_unit_is_refused_with_the_mend() -> None:
     """Who writes 128 means megabytes, and would get bytes: a board that declines everything."""
     for text in ("128", "1.5"):
         with pytest.raises(JobError, match=f"'{text}' has no unit: write \"{text}MB\""):
-            settings.size_bytes(text)
+            settings.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +102,14 @@ def test_a_size_without_its_unit_is_refused_with_the_mend() -> None:
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     """Powers of 1000, or of 1024 with an i."""
-    assert settings.size_bytes(text) == size
+    assert settings.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "MB", "0." + "1" * 5000 + "GB"], ids=len)
 def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
     """A size comes from the coordinator too, as a setting, and no float takes so many digits."""
     with pytest.raises(JobError, match="is no size"):
-        settings.size_bytes(text)
+        settings.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,7 @@ def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
 ) -> None:
     """One sentence of one error."""
     with pytest.raises(JobError) as caught:
-        settings.load(write(tmp_path, text))
+        settings.load_settings(write(tmp_path, text))
     for part in parts:
         assert part in str(caught.value)
 
@@ -146,7 +151,7 @@ def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """With what it was to be."""
     with pytest.raises(JobError, match=r"cannot read .*none.toml: No such file"):
-        settings.load(tmp_path / "none.toml")
+        settings.load_settings(tmp_path / "none.toml")
 
 
 def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path) -> None:
@@ -154,15 +159,15 @@ def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path
     path = tmp_path / "agent.toml"
     text = '[data]\npath = "notes.csv"\n\n[data.text]\nvocabulary = "v.txt"\n'
     path.write_text(f'device = "a"\nhome = "home"\nbudget = "1GB"\n\n[broker]\nurl = "mqtt://b"\n\n{text}')
-    assert settings.load(path).data["text"] == {"vocabulary": str(tmp_path / "v.txt")}
+    assert settings.load_settings(path).data["text"] == {"vocabulary": str(tmp_path / "v.txt")}
 
 
 def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_path: Path) -> None:
     """A hook is the words of a command, never a line for a shell."""
     file = tmp_path / "agent.toml"
     file.write_text('device = "d"\nhome = "h"\n[models]\nfolder = "srv"\nhook = ["systemctl", "reload", "triton"]\n')
-    found = settings.load(file).models
+    found = settings.load_settings(file).models
     assert (found.folder, found.hook) == (str(tmp_path / "srv"), ("systemctl", "reload", "triton"))
     file.write_text('device = "d"\nhome = "h"\n[models]\nhook = "systemctl reload triton"\n')
     with pytest.raises(JobError, match="hook"):
-        settings.load(file)
+        settings.load_settings(file)

@@ -14,7 +14,7 @@ import pytest
 
 from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, Work
-from fedquilt.edge_agent.power.learned import Learned, Seen, taught
+from fedquilt.edge_agent.power.learned import Learned, Seen, learn_segment
 from fedquilt.edge_agent.remembered import Counted, Private
 from fedquilt.edge_agent.state import SPARE_BYTES, UPDATE, Local
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
@@ -43,8 +43,8 @@ def commit(local: Local, update: Update) -> bool:
 
 
 def state_of(local: Local, job: str = "j-1", counted: int | None = 3) -> float | None:
-    found = local.private(job, counted)
-    return None if found.path is None else float(tensors.read(Path(found.path))["c"][0])
+    found = local.find_private_state(job, counted)
+    return None if found.path is None else float(tensors.read_tensors(Path(found.path))["c"][0])
 
 
 def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     assert commit(local, update)
     again = Local(tmp_path)
     assert again.load_outbox() == ({KEY: (update, True)}, {})
-    assert again.depot.has(update.bundles["model"])
+    assert again.depot.has_blob(update.bundles["model"])
     assert not (tmp_path / "scratch").exists()
 
 
@@ -62,10 +62,10 @@ def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_
     """The task is worked for again, from what it began with."""
     local = Local(tmp_path)
     commit(local, worked(local, private=1.0, round=2))
-    local.settle(("j-1", 2), True, {"j-1": Counted(2)})
+    local.record_ack(("j-1", 2), True, {"j-1": Counted(2)})
     update = worked(local, private=2.0)
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
-        local.depot.put_file(tmp_path / "task/out" / name.sha256, name)
+        local.depot.store_file(tmp_path / "task/out" / name.sha256, name)
     again = Local(tmp_path)
     assert again.load_outbox() == ({}, {"j-1": Counted(2)})
     assert state_of(again, counted=2) == 1.0
@@ -76,11 +76,11 @@ def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) ->
     local = Local(tmp_path)
     commit(local, worked(local, private=1.0))
     assert state_of(local) is None
-    local.settle(KEY, False, {})
+    local.record_ack(KEY, False, {})
     assert Local(tmp_path).load_outbox() == ({}, {})
     assert state_of(local) is None
     commit(local, worked(local, private=1.0))
-    local.settle(KEY, True, {"j-1": Counted(3)})
+    local.record_ack(KEY, True, {"j-1": Counted(3)})
     assert Local(tmp_path).load_outbox() == ({}, {"j-1": Counted(3)})
     assert state_of(local) == 1.0
 
@@ -94,7 +94,7 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
     os.replace(left, tmp_path / f"private/j-1@3.{left.stem}")
     again = Local(tmp_path)
     assert again.load_outbox() == ({KEY: (update, True)}, {})
-    again.settle(KEY, True, {"j-1": Counted(3)})
+    again.record_ack(KEY, True, {"j-1": Counted(3)})
     assert state_of(again) == 1.0
 
 
@@ -110,14 +110,14 @@ def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_ans
     with monkeypatch.context() as failing:
         failing.setattr(f"fedquilt.disk.Disk.{call}", refuse)
         with pytest.raises(StoreError):
-            local.settle(KEY, True, {"j-1": Counted(3)})
+            local.record_ack(KEY, True, {"j-1": Counted(3)})
     waiting, counted = ({KEY: None}, {})
     if restarted:
         local = Local(tmp_path)
         waiting, counted = local.load_outbox()
-    local.settle(("k-1", 3), True, {**counted, "k-1": Counted(3)})
+    local.record_ack(("k-1", 3), True, {**counted, "k-1": Counted(3)})
     if KEY in waiting:
-        local.settle(KEY, True, {"k-1": Counted(3), "j-1": Counted(3)})
+        local.record_ack(KEY, True, {"k-1": Counted(3), "j-1": Counted(3)})
     assert state_of(local) == state_of(local, "k-1") == 1.0
 
 
@@ -162,7 +162,7 @@ def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> No
     local = Local(tmp_path)
     update = worked(local)
     commit(local, update)
-    local.depot.drop(update.bundles["model"].sha256)
+    local.depot.remove_blob(update.bundles["model"].sha256)
     assert Local(tmp_path).load_outbox() == ({}, {})
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
     """At worst a round is worked for in vain; the agent starts."""
     local = Local(tmp_path)
     commit(local, worked(local, private=1.0))
-    local.settle(KEY, True, {"j-1": Counted(3, 7)})
+    local.record_ack(KEY, True, {"j-1": Counted(3, 7)})
     file = tmp_path / "counted.json"
     for bit in range(8 * file.stat().st_size):
         whole = file.read_bytes()
@@ -192,7 +192,7 @@ def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     local = Local(tmp_path)
     assert local.load_outbox() == ({}, {"j-1": Counted(3), "other": Counted(5)})
     assert state_of(local) == 1.0
-    assert local.private("other", 5) == Private()
+    assert local.find_private_state("other", 5) == Private()
 
 
 def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:
@@ -201,16 +201,16 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
     for round in (1, 2, 4):
         commit(local, worked(local, private=float(round), round=round))
         counted["j-1"] = Counted(round)
-        local.settle(("j-1", round), True, counted)
+        local.record_ack(("j-1", round), True, counted)
     for now in (local, Local(tmp_path)):
         now.load_outbox()
         assert [state_of(now, counted=last) for last in (4, 3, 2)] == [4.0, 2.0, 2.0]
         for last in (None, 0, 1, 5):
-            found = now.private("j-1", last)
+            found = now.find_private_state("j-1", last)
             assert found.path is None
             assert "only that of round 4" in found.lost
-    assert "nothing of round 2 of j-2" in local.private("j-2", 2).forgotten
-    assert local.private("j-2", None) == Private()
+    assert "nothing of round 2 of j-2" in local.find_private_state("j-2", 2).forgotten
+    assert local.find_private_state("j-2", None) == Private()
 
 
 def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(t
     local.load_outbox()
     for round, epoch, private in ((1, 1, 1.0), (2, 1, 2.0), (2, 2, 2.5)):
         commit(local, worked(local, private=private, round=round))
-        local.settle(("j-1", round), True, {"j-1": Counted(round, epoch)})
+        local.record_ack(("j-1", round), True, {"j-1": Counted(round, epoch)})
     assert [state_of(local, counted=last) for last in (1, 2)] == [1.0, 2.5]
     commit(local, worked(local, private=1.5, round=1))
-    local.settle(("j-1", 1), True, {"j-1": Counted(1, 3)})
+    local.record_ack(("j-1", 1), True, {"j-1": Counted(1, 3)})
     assert len(os.listdir(tmp_path / "private")) == 1
     assert state_of(local, counted=1) == 1.5
 
@@ -232,9 +232,9 @@ def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> No
     local = Local(tmp_path)
     local.load_outbox()
     commit(local, worked(local, private=1.0))
-    local.settle(KEY, True, {"j-1": Counted(3)})
+    local.record_ack(KEY, True, {"j-1": Counted(3)})
     commit(local, worked(local, round=4))
-    local.settle(("j-1", 4), True, {"j-1": Counted(4)})
+    local.record_ack(("j-1", 4), True, {"j-1": Counted(4)})
     assert state_of(local, counted=4) == 1.0
 
 
@@ -243,7 +243,7 @@ def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
     local = Local(tmp_path)
     for job in ("old-1", "new-1"):
         commit(local, worked(local, private=1.0, job=job))
-        local.settle((job, 3), True, {job: Counted(3)})
+        local.record_ack((job, 3), True, {job: Counted(3)})
     assert state_of(local, "old-1") is None
     assert state_of(local, "new-1") == 1.0
 
@@ -274,12 +274,12 @@ def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Pat
 def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: Path) -> None:
     """Four blobs of 100 bytes, room for 300 and 100 more to come: the two oldest that may go, go."""
     local = Local(tmp_path)
-    refs = [local.depot.put(bytes([n]) * 100) for n in range(4)]
+    refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
-    local.used([refs[1]])
+    local.touch_blobs([refs[1]])
     local.make_room(100, 300, needed={refs[0].sha256})
-    assert [local.depot.has(ref) for ref in refs] == [True, True, False, False]
+    assert [local.depot.has_blob(ref) for ref in refs] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("idle", "left"), [(True, [False, True, False, True]), (False, [True, True, True, False])])
@@ -291,7 +291,7 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
     local = Local(tmp_path)
     outside = tmp_path.with_name("outside")
     outside.write_bytes(bytes(10**7))
-    blob = tmp_path / "blobs" / local.depot.put(bytes(10**6)).sha256
+    blob = tmp_path / "blobs" / local.depot.store_bytes(bytes(10**6)).sha256
     places = [tmp_path / "task/libraries/nv", tmp_path / "task/cache/j@b", tmp_path / "check/tmp/leftover", blob]
     for age, place in zip((1000, 3000, 2000, 4000), places, strict=True):
         if place != blob:
@@ -310,7 +310,7 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
     request: pytest.FixtureRequest, tmp_path: Path, idle: bool
 ) -> None:
     local = Local(tmp_path)
-    ref = local.depot.put(bytes(1000))
+    ref = local.depot.store_bytes(bytes(1000))
     request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     (tmp_path / "task/libraries/deep").mkdir(parents=True)
     inner = os.open(tmp_path / "task/libraries/deep", os.O_RDONLY)
@@ -321,7 +321,7 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
     os.close(inner)
     local.make_room(1000, 10**6, needed=(), idle=idle)
     assert (tmp_path / "task/libraries/deep").exists() is not idle
-    assert local.depot.has(ref)
+    assert local.depot.has_blob(ref)
 
 
 def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
@@ -329,19 +329,19 @@ def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
 ) -> None:
     """As long as 150 bytes are free, 250 are to come, and the limit would allow a million: the oldest goes."""
     local = Local(tmp_path)
-    refs = [local.depot.put(bytes([n]) * 100) for n in range(4)]
+    refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
     disk = SPARE_BYTES + 550  # of which each blob takes 100
 
     def statvfs(path: Path) -> SimpleNamespace:
-        return SimpleNamespace(f_bavail=disk - 100 * sum(local.depot.has(ref) for ref in refs), f_frsize=1)
+        return SimpleNamespace(f_bavail=disk - 100 * sum(local.depot.has_blob(ref) for ref in refs), f_frsize=1)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     local.make_room(150, 10**6, needed=())
-    assert [local.depot.has(ref) for ref in refs] == [True, True, True, True]
+    assert [local.depot.has_blob(ref) for ref in refs] == [True, True, True, True]
     local.make_room(250, 10**6, needed={refs[0].sha256})
-    assert [local.depot.has(ref) for ref in refs] == [True, False, True, True]
+    assert [local.depot.has_blob(ref) for ref in refs] == [True, False, True, True]
     local.require_room(250)
 
 
@@ -361,11 +361,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path
 
 def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
     """The second is told; the first one's end frees it."""
-    first = Local(tmp_path).lock()
+    first = Local(tmp_path).lock_home()
     with pytest.raises(JobError, match="another agent runs in"):
-        Local(tmp_path).lock()
-    first.close()
-    Local(tmp_path).lock().close()
+        Local(tmp_path).lock_home()
+    first.release()
+    Local(tmp_path).lock_home().release()
 
 
 def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:
@@ -388,14 +388,14 @@ def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatc
 
 
 POINT = OperatingPoint(name="MAXN", gpu_hz=1.3e9, flops_per_s=10.0, busy_w=9.0)
-KNOWN = {"torch fedavg": taught(Learned(), Seen(POINT, Work(flops=100.0), 12.0, 8.0))}
+KNOWN = {"torch fedavg": learn_segment(Learned(), Seen(POINT, Work(flops=100.0), 12.0, 8.0))}
 
 
 def test_what_a_board_has_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     """As it was, by workload; a home without it knows nothing."""
-    assert Local(tmp_path).learned() == {}
-    Local(tmp_path).remember(KNOWN)
-    assert Local(tmp_path).learned() == KNOWN
+    assert Local(tmp_path).load_learned_costs() == {}
+    Local(tmp_path).store_learned_costs(KNOWN)
+    assert Local(tmp_path).load_learned_costs() == KNOWN
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"{}", None])
@@ -403,10 +403,10 @@ def test_damaged_lessons_are_learned_anew(
     tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torn, overwritten, of another format, or with one digit changed: said, and no reason not to start."""
-    Local(tmp_path).remember(KNOWN)
+    Local(tmp_path).store_learned_costs(KNOWN)
     file = tmp_path / "learned.json"
     file.write_bytes(file.read_bytes().replace(b"0.", b"1.", 1) if damage is None else damage)
-    assert Local(tmp_path).learned() == {}
+    assert Local(tmp_path).load_learned_costs() == {}
     assert "learned.json is damaged" in caplog.text
 
 
@@ -415,11 +415,11 @@ def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
     known = KNOWN["torch fedavg"]
     assert known.time is not None
     small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, aims=(1.0,)))
-    Local(tmp_path).remember({**KNOWN, "onnx fedstitch": small})
-    assert Local(tmp_path).learned() == KNOWN
+    Local(tmp_path).store_learned_costs({**KNOWN, "onnx fedstitch": small})
+    assert Local(tmp_path).load_learned_costs() == KNOWN
 
 
 def test_devices_that_are_not_durable_keep_no_lessons(tmp_path: Path) -> None:
     """A simulated fleet writes no files for them."""
-    Local(tmp_path / "d", durable=False).remember(KNOWN)
+    Local(tmp_path / "d", durable=False).store_learned_costs(KNOWN)
     assert not (tmp_path / "d/learned.json").exists()

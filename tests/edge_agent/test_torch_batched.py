@@ -24,18 +24,18 @@ def engine() -> Any:
 
 
 def start(seed: int = 0) -> dict[str, np.ndarray]:
-    rng = tensors.rng("start", seed)
+    rng = tensors.seeded_rng("start", seed)
     shapes = {"1.weight": (5, 6), "1.bias": (5,), "3.weight": (3, 5), "3.bias": (3,)}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def examples(count: int, seed: int = 0) -> Examples:
-    rng = tensors.rng("examples", count, seed)
+    rng = tensors.seeded_rng("examples", count, seed)
     return Examples(rng.normal(size=(count, 6)).astype(np.float32), rng.integers(3, size=count))
 
 
 def arguments(seed: int, count: int, fit: Fit, network: dict[str, Any] = MLP) -> tuple[Any, ...]:
-    return network, start(seed), examples(count, seed), fit, tensors.rng("order", seed)
+    return network, start(seed), examples(count, seed), fit, tensors.seeded_rng("order", seed)
 
 
 def both(engine: Any, fit: Fit, hooks: list[Hooks] | None = None) -> tuple[list[Any], list[Any]]:
@@ -160,13 +160,13 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
         "start": start(),
         "examples": examples(4),
         "fit": Fit(),
-        "rng": tensors.rng(0),
+        "rng": tensors.seeded_rng(0),
         "hooks": Hooks(),
         **change,
     }
     with pytest.raises(kind) as raised:
         engine.train(**given)
-    (found,) = engine.train_together([engine.call(**{**given, "rng": tensors.rng(0)})])
+    (found,) = engine.train_together([engine.call(**{**given, "rng": tensors.seeded_rng(0)})])
     assert type(found) is type(raised.value)
     assert str(found) == str(raised.value)
 
@@ -185,6 +185,6 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
 )
 def test_what_cannot_go_through_one_graph_takes_the_loop(engine: Any, change: dict[str, Any]) -> None:
     """Convolutions, batch norm, a method's own network, inputs or steps, 16 bits, and nobody's examples."""
-    given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.rng(0)}
+    given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.seeded_rng(0)}
     assert engine.call(**given) is not None
     assert engine.call(**{**given, **change}) is None

@@ -39,10 +39,10 @@ def planned(
     whole = math.ceil(footprint.MARGIN * (footprint.FIRST_USE_BYTES["torch"] + room_bytes))
     engine = module.TorchEngine(whole, base_bytes=0)
     assert engine.planned_bytes is None
-    engine.train(network, start, examples, fit, tensors.rng(1), hooks=hooks)
+    engine.train(network, start, examples, fit, tensors.seeded_rng(1), hooks=hooks)
     if not torch.cuda.is_available():  # as the engine lays small convolutions out
         model = model.to(memory_format=torch.channels_last)
-    trained, _ = footprint.weigh(model, torch.zeros(2, 1, 16, 16))
+    trained, _ = footprint.measure_training(model, torch.zeros(2, 1, 16, 16))
     return engine.planned_bytes, trained
 
 

@@ -27,7 +27,7 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.profiles.layouts import BOARDS
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import agents
 
@@ -43,7 +43,7 @@ from fedquilt import cli
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import Clocks
 root, helper = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
-devices.make = functools.partial(devices.make, root=root, connect=lambda: Clocks.connect(helper))
+devices.create_device = functools.partial(devices.create_device, root=root, connect=lambda: Clocks.connect(helper))
 sys.exit(cli.main())
 """  # `fedquilt agent`, but that its board's files are below another root
 LIMIT_S = 240.0
@@ -70,14 +70,14 @@ class Site:
 
     def plant(self, device: str, board: str, jetpack: int, share: int) -> None:
         folder = self.user.folder / device
-        plant(folder, board, jetpack)
+        write_fake_board(folder, board, jetpack)
         table = {
             "device": device,
             "home": str(self.user.home / device),
             "broker": {"url": self.broker},
             "data": {"path": str(DIGITS), "partition": "iid", "share": share, "shares": len(EVERY)},
         }
-        (folder / "agent.toml").write_text(config.text(table))
+        (folder / "agent.toml").write_text(config.format_toml(table))
 
     def start(self, device: str) -> None:
         folder, helper = self.user.folder / device, self.user.folder / f"run-{device}" / "clocks.sock"
@@ -123,19 +123,19 @@ def answered(home: Path, round: int) -> set[str]:
     if not (home / "fedquilt.db").exists():
         return set()
     with Store(home) as store:
-        facts = [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
+        facts = [fact for _, _, fact in store.read_events(store.find_job("digits").id)] if store.readable_jobs() else []
     return {fact.update.device for fact in facts if isinstance(fact, Answered) and fact.round == round}
 
 
 def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, stage: Any, tmp_path: Path):
     """Profiles hold the points that root would see, where a helper runs; kill -9 in round 0 costs nobody its round."""
-    listener = stage.join(site.broker, "listener", wire.Topics("fleet").device("+", "up", "+"))
+    listener = stage.join(site.broker, "listener", wire.Topics("fleet").device_topic("+", "up", "+"))
     told: dict[str, dict[str, Any]] = {"profile": {}, "presence": {}}
 
     def listen() -> bool:
         listener.wait(0.01)
         for message in listener.receive():
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
             if route.leaf in told:
                 kind = Profile if route.leaf == "profile" else wire.Presence
                 told[route.leaf].setdefault(str(route.device), []).append(wire.decode(message.payload, kind))
@@ -150,16 +150,16 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         device, layout = f"{board}-{jetpack}", BOARDS[board]
         profile = told["profile"][device][-1]
         whole = site.user.folder / f"seen-by-root-{device}"
-        plant(whole, board, jetpack)
-        as_root = devices.make("auto", whole, connect=Unset if device in HELPED else lambda: None)
+        write_fake_board(whole, board, jetpack)
+        as_root = devices.create_device("auto", whole, connect=Unset if device in HELPED else lambda: None)
         assert profile.board == layout.model
         assert profile.memory_bytes == layout.memory_kib * 1024
         assert len(profile.points) == len(as_root.points)
-        assert not profile.points or board in profiles.names()
+        assert not profile.points or board in profiles.board_names()
     assert len(told["profile"][VICTIM][-1].points) > 100
 
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(tmp_path / "job.bundle", {"network": NETWORK, "flops": 2400}, {"model": first})
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 2400}, {"model": first})
     job = {
         "name": "digits",
         "method": "fedavg",
@@ -168,7 +168,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         "params": {"lr": 0.1, "batch": 8, "epochs": 3},
         "cohort": {"deadline_s": LIMIT_S, "min_devices": len(EVERY)},
     }
-    (tmp_path / "job.toml").write_text(config.text(job))
+    (tmp_path / "job.toml").write_text(config.format_toml(job))
     home = tmp_path / "runs"
     command = [sys.executable, "-m", "fedquilt.cli", "run", str(tmp_path / "job.toml"), "--home", str(home)]
     with (tmp_path / "run.log").open("wb") as log:
@@ -185,7 +185,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         coordinator.wait()
     assert answered(home, 0) == answered(home, 1) == names
     with Store(home) as store:
-        (end,) = [fact for _, _, fact in store.facts(store.job("digits").id) if isinstance(fact, Ended)]
+        (end,) = [fact for _, _, fact in store.read_events(store.find_job("digits").id) if isinstance(fact, Ended)]
     assert end.status == "done"
     until(site, lambda: listen() or len({one.boot for one in told["presence"][VICTIM]}) == 2, "a second boot")
     assert "Traceback" not in site.log.read_text()

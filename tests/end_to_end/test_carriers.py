@@ -23,10 +23,10 @@ ROUNDS = 4
 
 
 def job(folder: Path) -> fleet.Plan:
-    bundle.write(
+    bundle.write_bundle(
         folder / "job.bundle",
         {"network": NETWORK, "flops": 900_000},
-        {"model": tensors.encode(numpy_engine.init(NETWORK, seed=0))},
+        {"model": tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))},
     )
     table = {
         **{key: value for key, value in TABLE.items() if not isinstance(value, dict)},
@@ -37,16 +37,18 @@ def job(folder: Path) -> fleet.Plan:
         "data": {**TABLE["data"], "classes": 5},
         "fleet": {"devices": 2, "boards": ["jetson-nano"], "budgets": ["512MB"]},
     }
-    (folder / "job.toml").write_text(config.text(table))
-    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(config.format_toml(table))
+    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
 def agents(folder: Path, plan: fleet.Plan, url: str) -> dict[str, tuple[str, ...]]:
     """Words of each board's command, by its name."""
     found = {}
-    for table in plan.agents():
+    for table in plan.make_agent_tables():
         name = table["device"]
-        (folder / f"{name}.toml").write_text(config.text({**table, "home": str(folder / name), "broker": {"url": url}}))
+        (folder / f"{name}.toml").write_text(
+            config.format_toml({**table, "home": str(folder / name), "broker": {"url": url}})
+        )
         found[name] = ("agent", str(folder / f"{name}.toml"))
     return found
 

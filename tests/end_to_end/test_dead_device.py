@@ -40,11 +40,11 @@ class Fleet:
 
     def _begin(self, url: str, cohort: dict[str, Any]) -> list[dict[str, Any]]:
         keepalive_s = cohort.pop("keepalive_s", 10)
-        tables = list(make_job(self.folder, deadline_s=2 * LIMIT_S, **cohort).agents())
+        tables = list(make_job(self.folder, deadline_s=2 * LIMIT_S, **cohort).make_agent_tables())
         broker = {"url": url, "keepalive_s": keepalive_s}
         for table in tables:
             path = self.folder / f"{table['device']}.toml"
-            path.write_text(config.text({**table, "home": str(self.folder / table["device"]), "broker": broker}))
+            path.write_text(config.format_toml({**table, "home": str(self.folder / table["device"]), "broker": broker}))
             self.processes.start(table["device"], self.folder / "agents.log", "agent", str(path))
         run = ("run", str(self.folder / "job.toml"), "--home", str(self.home), "--broker", url)
         self.processes.python("run", self.folder / "run.log", "-c", IMPATIENT, *run)
@@ -73,7 +73,7 @@ class Fleet:
         return " ".join((self.folder / "run.log").read_text().split())
 
     def state(self, device: str) -> str:
-        return next((each.state for each in devices.look(self.home) if each.board.device == device), "")
+        return next((each.state for each in devices.load_devices(self.home) if each.board.device == device), "")
 
 
 @pytest.fixture

@@ -40,12 +40,12 @@ class Fleet:
         hook = ["sh", "-c", f'readlink "$FEDQUILT_MODELS/current" >> {user.home}/hooked']
         table = {"device": "d", "home": str(user.home / "d"), "budget": "600MB", "telemetry_s": 1.0, "warm_s": 0.0}
         own = {"broker": {"url": broker.url}, "data": data, "models": {"hook": hook}}
-        (user.home / "agent.toml").write_text(config.text({**table, **own}))
+        (user.home / "agent.toml").write_text(config.format_toml({**table, **own}))
         self.runs = folder / "runs"
         processes.start("coordinator", folder / "serve.log", "serve", "--home", str(self.runs), "--broker", broker.url)
-        self.link = MqttLink(Broker.parse(url=broker.url), "observer")
-        self.link.connect(LIMIT_S)
-        self.link.subscribe([wire.Topics("fleet").device("d", "up", "installed")])
+        self.link = MqttLink(Broker.from_url(url=broker.url), "observer")
+        self.link.wait_until_connected(LIMIT_S)
+        self.link.subscribe([wire.Topics("fleet").device_topic("d", "up", "installed")])
         self.told: list[wire.Installed] = []
         self.agent = self.start()
 

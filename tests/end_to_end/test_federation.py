@@ -27,9 +27,11 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     broker, home = mosquitto(), tmp_path / "runs"
     run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
     agents = {}
-    for table in plan.agents():
+    for table in plan.make_agent_tables():
         path = tmp_path / f"{table['device']}.toml"
-        path.write_text(config.text({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
+        path.write_text(
+            config.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
+        )
         agents[table["device"]] = ("agent", str(path))
         processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
     processes.start("coordinator", tmp_path / "run.log", *run)
@@ -58,9 +60,9 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     found = facts(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
     assert len(counted) == len(set(counted)) == 4 * 3  # three rounds and the closing evaluation
-    virtual, _ = fleet.virtually(plan)
+    virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        undisturbed = [fact for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+        undisturbed = [fact for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
     assert [f.state for f in found if isinstance(f, Committed)] == [fact.state for fact in undisturbed]
 
 
@@ -69,7 +71,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
 ) -> None:
     """Each agent's certificate names it; the broker keeps it to its own branch; a device without data says so."""
     plan = make_job(tmp_path)
-    members = plan.agents()
+    members = plan.make_agent_tables()
     crt, key = authority.issue("broker", "127.0.0.1")
     (tmp_path / "acl").write_text(
         "user coordinator\ntopic readwrite fq/#\n"
@@ -97,7 +99,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
             table["data"] = {}
         path = tmp_path / f"{device}.toml"
         told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
-        path.write_text(config.text(told))
+        path.write_text(config.format_toml(told))
         processes.start(device, tmp_path / "agents.log", "agent", str(path))
     options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
     home = tmp_path / "runs"

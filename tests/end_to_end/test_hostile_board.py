@@ -31,7 +31,7 @@ def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
             liar.end()
         found, log = site.facts(), site.log.read_text()
         with Store(site.home) as store:
-            told = why.of(store, "digits").found
+            told = why.load_outcomes(store, "digits").found
         calm = site.calm()
     assert isinstance(found[-1], Ended)
     assert found[-1].status == "done"

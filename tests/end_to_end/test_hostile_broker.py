@@ -23,7 +23,7 @@ from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.envelope import inside
+from fedquilt.transport.envelope import payload_without_check
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import MqttLink
 
@@ -91,7 +91,7 @@ class Mallory(threading.Thread):
 
     def _carried(self, message: Message) -> Iterator[Message]:
         """What takes a message's place, the message itself among it or not."""
-        route, payload = wire.route(message.topic), message.payload
+        route, payload = wire.parse_topic(message.topic), message.payload
         if route.leaf == "coord":
             yield message
             if self._first("an announcement of another coordinator", payload):
@@ -123,7 +123,7 @@ class Mallory(threading.Thread):
 
     def _task(self, route: wire.Route, message: Message, others: list[tuple[str, str]]) -> Iterator[Message]:
         try:
-            task = wire.decode(inside(message.payload), Task)
+            task = wire.decode(payload_without_check(message.payload), Task)
         except WireError:
             return  # it takes a task back
         if self._first("a forged task", (task.round, route.device)):
@@ -138,12 +138,12 @@ class Mallory(threading.Thread):
     def _update(
         self, route: wire.Route, message: Message, kept: list[bytes], others: list[tuple[str, str]]
     ) -> Iterator[Message]:
-        update = wire.decode(inside(message.payload), Update)
+        update = wire.decode(payload_without_check(message.payload), Update)
         if self._first("an update without a signature", (update.round, route.device)):
             unsigned = Update(**{name: getattr(update, name) for name in update.__struct_fields__} | {"weight": 0.5})
             yield message._replace(payload=wire.encode(unsigned))
         for older in kept[:-1]:
-            said, session = wire.decode(inside(older), Update), session_of(older)
+            said, session = wire.decode(payload_without_check(older), Update), session_of(older)
             rounds = (route.device, update.round, said.round, session)
             if said.round < update.round and self._first("an update of an earlier round", rounds):
                 yield message._replace(payload=older)
@@ -160,7 +160,7 @@ class Side:
     """Broker with a fleet's own configuration, whose rules give a user "mallory" every right."""
 
     def __init__(self, site: Certified, folder: Path, mosquitto: Callable[..., Any]) -> None:
-        broker_config.write(site.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))
+        broker_config.write_config(site.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))
         with (folder / "acl").open("a") as file:
             file.write("\nuser mallory\ntopic readwrite #\n")
         started = mosquitto(*(folder / "fedquilt.conf").read_text().splitlines()[2:])
@@ -176,11 +176,11 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
     mallory = Mallory(site.broker("mallory", url=for_boards.url), site.broker("mallory", url=for_coordinator.url))
     mallory.start()
     try:
-        for table in plan.agents():
+        for table in plan.make_agent_tables():
             device = table["device"]
             broker = {"url": for_boards.url, **site.files(device)}
             (tmp_path / f"{device}.toml").write_text(
-                config.text({**table, "home": str(tmp_path / device), "broker": broker})
+                config.format_toml({**table, "home": str(tmp_path / device), "broker": broker})
             )
             processes.start(device, tmp_path / "agents.log", "agent", str(tmp_path / f"{device}.toml"))
         own = [part for key, value in site.files("coordinator", "coordinator").items() for part in (f"--{key}", value)]
@@ -201,9 +201,9 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
     found = facts(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
     assert len(counted) == len(set(counted)) == 4 * 3
-    virtual, _ = fleet.virtually(plan)
+    virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        undisturbed = [fact.state for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
     assert [fact.state for fact in found if isinstance(fact, Committed)] == undisturbed
 
     log, boards = (tmp_path / "run.log").read_text(), (tmp_path / "agents.log").read_text()

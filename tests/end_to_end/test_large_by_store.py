@@ -18,7 +18,7 @@ from fedquilt import bundle, config, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, Committed, Ended
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views.devices import look
+from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.coordinator.worker import LARGE_BYTES
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.simulation import agents as fleet
@@ -65,9 +65,9 @@ def moto() -> Iterator[str]:
 
 
 def job(folder: Path) -> fleet.Plan:
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     assert len(first) > LARGE_BYTES
-    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
+    bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
     table = {
         **TABLE,
         "method": "scaffold",
@@ -78,8 +78,8 @@ def job(folder: Path) -> fleet.Plan:
         "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["512MB"]},
     }
     plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    (folder / "job.toml").write_text(config.text({**plain, **table}))
-    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(config.format_toml({**plain, **table}))
+    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
 def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit(
@@ -91,10 +91,10 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
     home.mkdir()
     (home / "limits.toml").write_text("waiting_mb = 1\n")  # less than an update: two at a time
     commands: dict[str, tuple[str, ...]] = {}
-    for table in plan.agents():
+    for table in plan.make_agent_tables():
         name = table["device"]
         told = {**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}
-        (tmp_path / f"{name}.toml").write_text(config.text(told))
+        (tmp_path / f"{name}.toml").write_text(config.format_toml(told))
         commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
         processes.start(name, log, *commands[name])
     where = ("--blobs-s3", f"http://127.0.0.1:{relay.port}/bucket/models")
@@ -103,7 +103,7 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
 
     def step(wanted: str, round: int) -> list[str]:
         """Boards that wait, or send, in a round, as `devices` shows them."""
-        boards = [each.board for each in look(home)] if (home / "boards.db").exists() else []
+        boards = [each.board for each in load_devices(home)] if (home / "boards.db").exists() else []
         doing = {each.device: each.doing for each in boards if each.doing is not None}
         return sorted(name for name, each in doing.items() if (each.step, each.round) == (wanted, round))
 
@@ -133,14 +133,14 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
     found = facts(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
     assert len(counted) == len(set(counted)) == (ROUNDS + 1) * BOARDS  # and the closing evaluation
-    virtual, _ = fleet.virtually(plan)
+    virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as calm:
-        states = [fact.state for _, _, fact in calm.facts(virtual) if isinstance(fact, Committed)]
+        states = [fact.state for _, _, fact in calm.read_events(virtual) if isinstance(fact, Committed)]
     assert [fact.state for fact in found if isinstance(fact, Committed)] == states
-    for table in plan.agents():
+    for table in plan.make_agent_tables():
         kept = private(tmp_path / table["device"])
         assert kept is not None
-        assert kept == private(plan.folder(virtual, table["device"]))
-    assert set(uploads.whole) == {each["device"] for each in plan.agents()}
-    assert b"/up/" not in object_stores.asked(store.signed("GET", ""), "GET")[1]
+        assert kept == private(plan.get_agent_folder(virtual, table["device"]))
+    assert set(uploads.whole) == {each["device"] for each in plan.make_agent_tables()}
+    assert b"/up/" not in object_stores.asked(store.sign_url("GET", ""), "GET")[1]
     relay.close()

@@ -84,11 +84,11 @@ def blobs(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
     site = Site(folder, connections)
     stack.callback(site.server.close)
     head = "GET /blobs/{} HTTP/1.1\nHost: x\nAuthorization: Bearer {}\n\n"
-    small, large = site.depot.put(b"small"), site.depot.put(noise(16_000_000, 1))
+    small, large = site.depot.store_bytes(b"small"), site.depot.store_bytes(noise(16_000_000, 1))
     return Listener(
         site.server.port,
-        head.format(small.sha256, site.server.grant("b", small)),
-        head.format(large.sha256, site.server.grant("a", large)),
+        head.format(small.sha256, site.server.issue_token("b", small)),
+        head.format(large.sha256, site.server.issue_token("a", large)),
     )
 
 

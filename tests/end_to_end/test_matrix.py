@@ -32,7 +32,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import ModelError
 from fedquilt.tools import simulation
 
-EVERY = in_order(methods.names())
+EVERY = in_order(methods.builtin_names())
 # an average, control variates, private layers, a refusal, clusters, masks, parts by memory, a search
 QUICK = ("fedavg", "scaffold", "fedrep", "fedlora", "genefl", "fedpews", "depthfl", "fedstitch")
 NO_LINEAR = "adapts linear layers, and this network has none"
@@ -53,7 +53,7 @@ def federation(lasting_broker: str, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
         data = digits(user.folder / "digits.npz")
-        boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).agents()
+        boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
         agents = Agents(user, lasting_broker, boards)
         assert len(agents.names) == DEVICES == FLEET["devices"]
         yield Federation(lasting_broker, agents, data, tmp_path_factory.mktemp("bundles"))
@@ -66,8 +66,8 @@ def require_same_bits(federation: Federation, method: str, network: str, folder:
     if (method, network) in UNFIT:
         with Store(plan.home) as store:
             with pytest.raises(ModelError, match=UNFIT[method, network]):
-                plan.submit(store)
-            assert not store.jobs()
+                plan.queue_or_resume(store)
+            assert not store.readable_jobs()
         return
     found = federation.resumed(plan)
     require_whole(found, rounds_of(method))

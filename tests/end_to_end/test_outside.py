@@ -19,7 +19,7 @@ from ordinary import User
 from fedquilt import config
 from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.store import Store
-from fedquilt.evaluation import main_value
+from fedquilt.evaluation import main_metric_value
 from fedquilt.tools.broker import EmbeddedBroker
 
 pytest.importorskip("torch")
@@ -66,7 +66,7 @@ def fedquilt(folder: Path, site: Path, *words: str, code: int = 0) -> str:
 def committed(home: Path, wire: bool = True) -> list[Committed]:
     """The rounds of the only run in a home."""
     with Store(home) as store:
-        return [fact for _, _, fact in store.facts(store.jobs()[0].id) if isinstance(fact, Committed)]
+        return [fact for _, _, fact in store.read_events(store.readable_jobs()[0].id) if isinstance(fact, Committed)]
 
 
 def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
@@ -89,12 +89,12 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
         (site / "outside_fl.py").rename(tmp_path / "outside_fl.py")
         site = tmp_path / "nothing"
     own = {"params": {"lr": 0.1}, "model": DIGITS_MODEL, "data": DIGITS} if names is NETWORK else {}
-    (tmp_path / "job.toml").write_text(config.text(job(names, **own)))
+    (tmp_path / "job.toml").write_text(config.format_toml(job(names, **own)))
     fedquilt(tmp_path, site, "prepare", "job.toml")
     fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
     rounds = committed(tmp_path / "runs")
     assert len(rounds) == 4  # the last one evaluates
-    assert main_value(rounds[-1].evaluation) > main_value(rounds[0].evaluation)
+    assert main_metric_value(rounds[-1].evaluation) > main_metric_value(rounds[0].evaluation)
     words = ("compare", "job.toml", "--methods", names["method"], "fedprox", "--seeds", "0", "--workers", "1")
     said = fedquilt(tmp_path, site, *words)
     assert names["method"] in said
@@ -130,7 +130,7 @@ class Agents:
             "data": {"dataset": "moons", "partition": "iid", "share": share, "shares": 2},
         }
         settings = self._user.folder / f"{device}.toml"
-        settings.write_text(config.text(table))
+        settings.write_text(config.format_toml(table))
         words = (sys.executable, "-m", "fedquilt.cli", "agent", str(settings))
         more_environment = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
         return self._user.start(*words, log=self.log, **more_environment).pid
@@ -152,7 +152,7 @@ def test_a_board_with_the_package_trains_and_those_without_it_or_with_another_co
     ordinary user's, as on a board, and cannot write where the packages lie.
     """
     site, other = sites.example(user.folder / "site"), sites.example(user.folder / "other", "1.1", "\nMORE = 1\n")
-    (tmp_path / "job.toml").write_text(config.text(job(NAMES, data={})))
+    (tmp_path / "job.toml").write_text(config.format_toml(job(NAMES, data={})))
     fedquilt(tmp_path, site, "prepare", "job.toml")
     started = [
         agents.start("same", site, 0),

@@ -19,7 +19,7 @@ from fedquilt.coordinator.facts import Answered
 from fedquilt.coordinator.rollouts import Plan, Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
-from fedquilt.evaluation import main_value
+from fedquilt.evaluation import main_metric_value
 from fedquilt.tools import simulation
 from fedquilt.tools.artefacts import export
 from fedquilt.transport import link as links
@@ -48,33 +48,33 @@ def federation(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     data, broker = digits(user.folder / "digits.npz"), mosquitto().url
-    boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).agents()
+    boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
     yield Federation(broker, Agents(user, broker, boards), data, tmp_path / "bundles")
     torch.set_num_threads(threads)
 
 
 def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -> Rollout:
     """Deploy a run, and wait until every board has committed it; `killed`: dies when it says that it checks."""
-    link = MqttLink(Broker.parse(federation.broker), "fedquilt-coordinator-fleet")
+    link = MqttLink(Broker.from_url(federation.broker), "fedquilt-coordinator-fleet")
     end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
     with Store(home) as store:
-        id = requests.queue_rollout(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
-        assert store.lock()
+        id = requests.queue_rollout(store, Plan("model", run, **SHARES), export.encode_for_devices(store, run)[0])
+        assert store.acquire_lock()
 
         def done() -> bool:
-            state = store.rollouts.find(id).state
+            state = store.rollouts.find_rollout(id).state
             assert time.monotonic() < end_s, f"{state.heard} {federation.agents.log.read_text()[-3000:]}"
-            if left and state.phase(left[0]) == "checking":
+            if left and state.device_phase(left[0]) == "checking":
                 federation.agents.kill(left[0])
                 federation.agents.start(left.pop())
             federation.agents.require_alive()
-            return state.status == "done" and set(state.counts()) == {"committed"}
+            return state.status == "done" and set(state.count_outcomes()) == {"committed"}
 
-        server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store)
-        links.run(server, link, done)
-        server.goodbye()
+        server = Server(OverLink(link, "fleet", store.depot, store.begin_epoch()), store)
+        links.run_endpoint(server, link, done)
+        server.shut_down()
         assert not left, f"{killed} was not killed while it checked"
-        return store.rollouts.find(id).state
+        return store.rollouts.find_rollout(id).state
 
 
 def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, user: User, tmp_path: Path) -> None:
@@ -87,24 +87,24 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
     for method in METHODS:
         plan = federation.plan(method, "batch-norm", home)
         with Store(home) as store:
-            runs[method] = plan.submit(store)
+            runs[method] = plan.queue_or_resume(store)
         federation.coordinate(home, runs[method])
     for method, run in runs.items():
         state = rolled_out(federation, home, run, federation.agents.names[0] if method == "fedbn" else "")
         with Store(home) as store:
-            shared = {} if method == "genefl" else dict(export.artefact(store, run).tensors)
+            shared = {} if method == "genefl" else dict(export.load_result(store, run).tensors)
         made = set()
         for device in federation.agents.names:
             path = (user.home / device / "models" / "current" / "model.onnx").resolve()
             held = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(str(path)).graph.initializer}
             kept = sorted((user.home / device / "private").glob(f"{run}@*"), key=lambda file: round_of(file.name))[-1]
-            own = tensors.read(kept)
+            own = tensors.read_tensors(kept)
             assert own
             for name, array in {**shared, **own}.items():
                 if array.dtype.kind == "f":
                     assert np.array_equal(held[name], array), (method, device, name)
             told = [
-                main_value(fact.update.evaluation)
+                main_metric_value(fact.update.evaluation)
                 for fact in facts(home, run)
                 if isinstance(fact, Answered) and fact.update.device == device
                 if fact.update.evaluation is not None and fact.update.evaluation.examples

@@ -34,8 +34,8 @@ def test_a_job_that_diverges_on_every_board_fails_in_one_attempt_with_cause_and_
     assert main(["fleet", str(job), "--home", home]) == 8
     printed = capsys.readouterr().out
     with Store(Path(home)) as store:
-        (row,) = store.jobs()
-        facts = [fact for _, _, fact in store.facts(row.id)]
+        (row,) = store.readable_jobs()
+        facts = [fact for _, _, fact in store.read_events(row.id)]
     (ended,) = (fact for fact in facts if isinstance(fact, Ended))
     assert {fact.attempt for fact in facts if isinstance(fact, Asked)} == {0}
     assert not [fact for fact in facts if isinstance(fact, Reopened)]

@@ -20,7 +20,7 @@ from waiting import LIMIT_S, until
 from fedquilt import config, wire
 from fedquilt.coordinator import requests
 from fedquilt.coordinator.rollouts import Plan
-from fedquilt.coordinator.store import Store, served
+from fedquilt.coordinator.store import Store, is_served
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
 
@@ -34,11 +34,11 @@ class Model(ToyKind):
         super().__init__()
         self.bad, self.had = bad, list[str]()
 
-    def swap(self, release: wire.Release) -> None:
-        super().swap(release)
+    def activate(self, release: wire.Release) -> None:
+        super().activate(release)
         self.had.append(self.running)
 
-    def ill(self) -> str:
+    def unhealthy_reason(self) -> str:
         return "9 of 10 answers failed" if self.running in self.bad else ""
 
 
@@ -55,7 +55,7 @@ class Fleet:
 
     def start(self, name: str) -> None:
         """Start the process of an agent."""
-        will = (TOPICS.device(name, "up", "presence"), wire.encode(wire.Presence(online=False, boot="x")))
+        will = (TOPICS.device_topic(name, "up", "presence"), wire.encode(wire.Presence(online=False, boot="x")))
         self.links[name] = self.ground.broker.connect(will)
         options = AgentSettings(device=name, fleet="f", home=str(self.ground.folder / "agents" / name))
         kinds = {"model": self.models[name]}
@@ -65,7 +65,7 @@ class Fleet:
 
     def end(self, name: str) -> None:
         """Kill the process of an agent."""
-        self.ground.broker.lose(self.links.pop(name))
+        self.ground.broker.lose_client(self.links.pop(name))
         del self.agents[name]
 
     def play(self, seconds: float) -> None:
@@ -74,7 +74,7 @@ class Fleet:
         until = broker.now_s + seconds
         while broker.now_s < until:
             broker.now_s += 0.5
-            broker.deliver()
+            broker.deliver_due()
             self.ground.server.step(broker.now_s)
             for agent in self.agents.values():
                 agent.step(broker.now_s)
@@ -94,7 +94,7 @@ def ground(tmp_path: Path) -> Ground:
 
 def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground: Ground) -> None:
     """A board that is off meanwhile catches up when it returns; the last model is taken back from all boards."""
-    put = ground.store.depot.put
+    put = ground.store.depot.store_bytes
     good, bad, other = (put(each).sha256 for each in (MODEL, b"bad" * 1000, OTHER))
     fleet = Fleet(ground, COUNT, {bad})
     fleet.play(2.0)
@@ -116,10 +116,10 @@ def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(g
     third = ground.deploy(OTHER, name="third", soak_s=5.0)
     fleet.play(90.0)
     assert len(fleet.running(other)) == COUNT
-    requests.roll_back(ground.store, third)
+    requests.roll_back_rollout(ground.store, third)
     fleet.play(20.0)
     assert len(fleet.running(good)) == COUNT
-    assert ground.state(third).counts() == {"returned": COUNT}
+    assert ground.state(third).count_outcomes() == {"returned": COUNT}
 
 
 def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -> None:
@@ -129,10 +129,10 @@ def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -
         model.verdict = None  # the check goes on
     id = ground.deploy(canary=0.5, phases=(1.0,))
     fleet.play(15.0)
-    assert ground.state(id).counts() == {"checking": 2}
-    requests.abort(ground.store)
+    assert ground.state(id).count_outcomes() == {"checking": 2}
+    requests.abort_rollout(ground.store)
     fleet.play(5.0)
-    assert ground.state(id).counts() == {"returned": 2}
+    assert ground.state(id).count_outcomes() == {"returned": 2}
     assert all(model.running == "" for model in fleet.models.values())
 
 
@@ -140,7 +140,7 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
     """Agents of this test exchange models alone; a rollout of another kind does not disturb that of a model."""
     fleet = Fleet(ground, 3, set())
     model = ground.deploy(soak_s=1.0)
-    settings = ground.store.rollouts.add(Plan("settings", "budget", settings={"budget": "1GB"}))
+    settings = ground.store.rollouts.add_rollout(Plan("settings", "budget", settings={"budget": "1GB"}))
     fleet.play(60.0)
     assert ground.state(settings).status == "aborted"
     assert "settings" in ground.state(settings).reason.partition("refused: ")[2]
@@ -151,8 +151,8 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
 def installed(home: Path, phase: str) -> list[str]:
     """Boards in a phase of the latest rollout."""
     with Store(home) as store:
-        state = store.rollouts.find().state
-    return [device for device in state.offered if state.phase(device) == phase]
+        state = store.rollouts.find_rollout().state
+    return [device for device in state.offered if state.device_phase(device) == phase]
 
 
 def fedquilt(*words: str) -> str:
@@ -170,14 +170,14 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
     agents = {}
-    for table in plan.agents():
+    for table in plan.make_agent_tables():
         name, path = str(table["device"]), tmp_path / f"{table['device']}.toml"
-        path.write_text(config.text({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
+        path.write_text(config.format_toml({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
         agents[name] = ("agent", str(path))
         processes.start(name, tmp_path / "agents.log", *agents[name])
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
-    until(lambda: home.is_dir() and served(home), "the coordinator has its home")  # else `run` would be one itself
+    until(lambda: home.is_dir() and is_served(home), "the coordinator has its home")  # else `run` would be one itself
     fedquilt("run", str(tmp_path / "job.toml"), "--home", str(home))
     away = sorted(agents)[0]
     processes.kill(away)
@@ -212,5 +212,5 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
 def facts_name(home: Path) -> str:
     """Id of the home's run."""
     with Store(home) as store:
-        (row,) = store.jobs()
+        (row,) = store.readable_jobs()
     return row.id

@@ -36,8 +36,8 @@ def plan(folder: Path, method: str, every: int) -> Plan:
         "fleet": {"devices": BOARDS, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB"]},
         "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
     }
-    (folder / "job.toml").write_text(config.text(job))
-    return Plan(settings.load(folder / "job.toml"), bundle_of("batch-norm", folder / "job.bundle"), folder / "calm")
+    (folder / "job.toml").write_text(config.format_toml(job))
+    return Plan(settings.load_job(folder / "job.toml"), bundle_of("batch-norm", folder / "job.bundle"), folder / "calm")
 
 
 def counted(found: list[AnyFact], round: int) -> set[str]:
@@ -61,19 +61,19 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
     pytest.importorskip("torch")
     made, above, below = plan(tmp_path, method, every), mosquitto(), mosquitto()
     home, home_below = tmp_path / "root", tmp_path / "plant"
-    *members, direct = [table["device"] for table in made.agents()]
-    for table in made.agents():
+    *members, direct = [table["device"] for table in made.make_agent_tables()]
+    for table in made.make_agent_tables():
         name = table["device"]
         fleet, broker = ("fleet", above) if name == direct else ("plant", below)
         told = {**table, "fleet": fleet, "home": str(tmp_path / name), "warm_s": 600.0}
         told["broker"] = {"url": broker.url, "keepalive_s": 600}  # a suspended board is not reported offline
-        (tmp_path / f"{name}.toml").write_text(config.text(told))
+        (tmp_path / f"{name}.toml").write_text(config.format_toml(told))
         processes.start(name, tmp_path / "agents.log", "agent", str(tmp_path / f"{name}.toml"))
     site = {"device": "plant", "fleet": "fleet", "home": str(tmp_path / "above"), "broker": {"url": above.url}}
-    (tmp_path / "plant.toml").write_text(config.text(site))
+    (tmp_path / "plant.toml").write_text(config.format_toml(site))
     home.mkdir()
     right = {"boards": members, "most": len(members)}
-    (home / limits.FILE).write_text(config.text({"sites": {"plant": right}}))
+    (home / limits.FILE).write_text(config.format_toml({"sites": {"plant": right}}))
     serve = ("serve", "--home", str(home_below), "--broker", below.url, "--fleet", "plant")
     serve = (*serve, "--site", str(tmp_path / "plant.toml"))
     processes.start("site", tmp_path / "site.log", *serve)

@@ -47,7 +47,9 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     """Its process is stopped: its connections stay open, as those of a board whose cable is pulled."""
     broker, home = mosquitto(), tmp_path / "runs"
     table = {"device": "a", "home": str(tmp_path / "a"), "board": "jetson-nano", "labels": ["site=lab"]}
-    (tmp_path / "a.toml").write_text(config.text({**table, "broker": {"url": broker.url, "keepalive_s": KEEPALIVE_S}}))
+    (tmp_path / "a.toml").write_text(
+        config.format_toml({**table, "broker": {"url": broker.url, "keepalive_s": KEEPALIVE_S}})
+    )
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
     log = tmp_path / "serve.log"
@@ -57,7 +59,7 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     metrics = until(lambda: re.search(r"metrics at (\S+)", log.read_text()), "metrics are served")[1]
 
     def states() -> list[tuple[str, tuple[str, ...]]]:
-        return [(each.state, each.board.labels) for each in devices.look(home)]
+        return [(each.state, each.board.labels) for each in devices.load_devices(home)]
 
     def metric() -> str:
         with urllib.request.urlopen(metrics, timeout=30) as answer:
@@ -85,6 +87,6 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
         processes.running["a"].send_signal(signal.SIGCONT)
         until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
         until(lambda: page() == "idle", "the page shows that too")
-    (found,) = devices.look(home)
+    (found,) = devices.load_devices(home)
     assert found.board.version
     assert found.board.skew_s is not None

@@ -38,7 +38,7 @@ class Units:
         name = str(table["device"])
         path = self.folder / f"{name}.toml"
         told = {**table, "home": str(self.folder / name), "broker": {"url": url}, "upgrade": {"unsigned": True}}
-        path.write_text(config.text({**told, "telemetry_s": 5.0}))
+        path.write_text(config.format_toml({**told, "telemetry_s": 5.0}))
         command = upgrades.launcher(self.folder / f"{name}-versions", "agent", str(path))
         with self.log.open("ab") as log:
             made = subprocess.Popen(
@@ -80,12 +80,12 @@ def committed(home: Path) -> int:
 
 
 def versions(home: Path) -> dict[str, str | None]:
-    return {each.board.device: each.board.version for each in devices.look(home) if each.state != "offline"}
+    return {each.board.device: each.board.version for each in devices.load_devices(home) if each.state != "offline"}
 
 
 def status(home: Path) -> str:
     with Store(home) as store:
-        return store.rollouts.find().state.status
+        return store.rollouts.find_rollout().state.status
 
 
 def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
@@ -100,9 +100,11 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
         "params": {**TABLE["params"], "epochs": 2},
         "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3},
     }
-    path.write_text(config.text({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))}))
-    members = [str(table["device"]) for table in plan.agents()]
-    for table in plan.agents():
+    path.write_text(
+        config.format_toml({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))})
+    )
+    members = [str(table["device"]) for table in plan.make_agent_tables()]
+    for table in plan.make_agent_tables():
         units.start(table, broker.url)
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
@@ -127,7 +129,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     returned = committed(home)
     until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
     with Store(home) as store:
-        requests.stop(store, "digits")
+        requests.stop_run(store, "digits")
     until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
 
     found = facts(home)
@@ -137,10 +139,10 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
             folded = {each.update.device for each in found if isinstance(each, Answered) and each.round == fact.round}
             assert folded == set(members), f"round {fact.round} has the updates of {sorted(folded)}"
     path.write_text(path.read_text().replace("rounds = 1000", f"rounds = {len(states)}"))
-    calm = fleet.Plan(settings.load(path), plan.bundle, tmp_path / "virtual")
-    virtual, _ = fleet.virtually(calm)
+    calm = fleet.Plan(settings.load_job(path), plan.bundle, tmp_path / "virtual")
+    virtual, _ = fleet.run_fleet_virtually(calm)
     with Store(calm.home) as store:
-        undisturbed = [fact.state for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
     assert states == undisturbed[: len(states)]
     assert len(states) >= 6
 
@@ -150,7 +152,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
 ) -> None:
     """Such a version passes its own check; the canary returns by itself, says why, and nobody else gets it."""
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
-    for table in plan.agents()[:2]:
+    for table in plan.make_agent_tables()[:2]:
         units.start(table, broker.url)
     processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
     until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
@@ -159,7 +161,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     order("upgrade", str(file), "--home", str(home), "--canary", "50%", "--phases", "100", "--soak", "1s")
     until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
     with Store(home) as store:
-        state = store.rollouts.find().state
+        state = store.rollouts.find_rollout().state
     assert (state.status, len(state.offered)) == ("aborted", 1)
     assert "it ended 3 times without having held" in state.reason
     assert units.log.read_text().count("this version cannot start") == 3

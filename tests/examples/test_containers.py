@@ -24,7 +24,7 @@ import command_lines
 from fedquilt import __version__, config
 from fedquilt.tools import demo
 from fedquilt.tools.emulate import guest, rehearsed, rollouts
-from fedquilt.tools.emulate.container import child_of
+from fedquilt.tools.emulate.container import find_container_process
 from fedquilt.tools.flash import own_python
 
 ROOT = Path(__file__).parents[2]
@@ -93,17 +93,17 @@ class Podman:
         }
         if HYBRID.is_dir():
             tables["engine"]["runtime"] = "runc"
-        (folder / "containers.conf").write_text(config.text(tables))
+        (folder / "containers.conf").write_text(config.format_toml(tables))
         driver = "overlay" if "overlay" in Path("/proc/filesystems").read_text() else "vfs"
         storage = {"driver": driver, "graphroot": str(folder / "root"), "runroot": str(folder / "run")}
-        (folder / "storage.conf").write_text(config.text({"storage": storage}))
+        (folder / "storage.conf").write_text(config.format_toml({"storage": storage}))
         files = {"CONTAINERS_CONF": "containers.conf", "CONTAINERS_STORAGE_CONF": "storage.conf"}
         self._environment = {**os.environ, **{key: str(folder / name) for key, name in files.items()}}
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
         )
-        until(lambda: child_of(self._holder.pid), "the namespaces", 30.0)
-        self._inside = child_of(self._holder.pid)
+        until(lambda: find_container_process(self._holder.pid), "the namespaces", 30.0)
+        self._inside = find_container_process(self._holder.pid)
         self("ip", "link", "set", "lo", "up")
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
@@ -148,8 +148,12 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
         pytest.skip(why)
     folder, archive = tmp_path_factory.mktemp("podman"), BASE
     if not archive:
-        made = guest.make(
-            folder / "base", own_python.debian_mirror(guest.SUITE), folder / "log", rehearsed.machine(), PACKAGES
+        made = guest.create_root(
+            folder / "base",
+            own_python.debian_mirror(guest.SUITE),
+            folder / "log",
+            rehearsed.debian_architecture(),
+            PACKAGES,
         )
         archive = str(folder / "base.tar")
         subprocess.run(["tar", "-C", made.root, "-cf", archive, "--exclude=./dev", "."], check=True)
@@ -241,7 +245,7 @@ def _board(podman: Podman, site: Path) -> None:
         "enrol": {"url": "https://enrolment:8884"},
         "data": {"path": "/etc/fedquilt/digits.npz", "share": 0, "shares": 1},
     }
-    (board / "agent.toml").write_text(config.text(table))
+    (board / "agent.toml").write_text(config.format_toml(table))
     subprocess.run(["chown", "-R", "10001:10001", str(board)], check=True)
     places = ("--volume", f"{board}:/etc/fedquilt", "--volume", f"agent:{HOME}", "--network", "fleet_default")
     podman(
@@ -249,6 +253,6 @@ def _board(podman: Podman, site: Path) -> None:
         *("enrol", "board", "/etc/fedquilt/agent.toml", "--wait"),
     )
     podman("podman", "run", "--detach", "--name", "agent", "--restart", "always", *places, "localhost/fedquilt-agent")
-    (site / "job.toml").write_text(config.text(rollouts.job("boxes")))
+    (site / "job.toml").write_text(config.format_toml(rollouts.job_table("boxes")))
     subprocess.run([sys.executable, "-m", "fedquilt.cli", "prepare", "job.toml"], cwd=site, check=True)
     subprocess.run(["chmod", "-R", "a+rX", "job.toml", "job.bundle"], cwd=site, check=True)

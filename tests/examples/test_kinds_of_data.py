@@ -43,8 +43,8 @@ def made(kind: str, folder: Path) -> tuple[Job, Path]:
     """The example's job and bundle, in a folder of its own."""
     shutil.copytree(EXAMPLES / kind, folder / kind, ignore=shutil.ignore_patterns("data", "vocabulary.txt"))
     runpy.run_path(str(folder / kind / "make.py"), run_name="__main__")
-    job = settings.load(folder / kind / "job.toml")
-    prepare.prepare(msgspec.to_builtins(job), folder / "bundle")
+    job = settings.load_job(folder / kind / "job.toml")
+    prepare.prepare_bundle(msgspec.to_builtins(job), folder / "bundle")
     return job, folder / "bundle"
 
 
@@ -58,11 +58,11 @@ def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> No
     """On its test set, and on the devices' held-out shares: half way at least from a constant to a perfect score."""
     pytest.importorskip("torch", reason="first weights are torch's")
     job, bundle = made(kind, tmp_path)
-    run = single_run.play(job, bundle, lambda done: None)
+    run = single_run.run_seed(job, bundle, lambda done: None)
     last = run.marks[-1]
-    test = evaluate.test_set(job)
-    train = examples.load_all(DataSpec.parse(job.data))
-    task = metrics.task_of(job.model)
+    test = evaluate.load_test_set(job)
+    train = examples.load_split(DataSpec.parse(job.data))
+    task = metrics.task_from_network(job.model)
     metric = metrics.MAIN[task]
     base = constant(train, test, task)
     assert last.metric == metric.name
@@ -72,5 +72,5 @@ def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> No
     half = (base + perfect) / 2
     for value in (last.test, last.held):
         assert value is not None
-        assert metrics.reached(metric, value, half), (kind, value, base)
-    print(kind, metrics.shown(metric, last.test or 0.0), "constant", metrics.shown(metric, base))
+        assert metrics.reaches_target(metric, value, half), (kind, value, base)
+    print(kind, metrics.format_value(metric, last.test or 0.0), "constant", metrics.format_value(metric, base))

@@ -15,7 +15,7 @@ from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import stitched
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import evaluate, single_run
-from fedquilt.tools.experiments.baselines import last_of
+from fedquilt.tools.experiments.baselines import run_to_last_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 
@@ -25,27 +25,27 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx_engine")
     from fedquilt.models.stitching import export_onnx
-    from fedquilt.tools.artefacts.run_model import accuracy, run_model
+    from fedquilt.tools.artefacts.run_model import compute_accuracy, run_model
 
     for name in ("timeseries", EXAMPLE.name):
         shutil.copytree(EXAMPLE.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("data", "donors"))
     folder = tmp_path / EXAMPLE.name
     runpy.run_path(str(folder / "make.py"), run_name="__main__")
-    job = settings.load(folder / "job.toml")
+    job = settings.load_job(folder / "job.toml")
     made = prepare.prepare_and_check(job, tmp_path / "bundle")
-    test = evaluate.test_set(job)
+    test = evaluate.load_test_set(job)
     engine = onnx_engine.OnnxEngine(1 << 30)
-    members, _ = single_run.shares(job, tmp_path / "bundle")
-    last = last_of(job, tmp_path / "bundle", members, fedstitch.METHOD, engine)
-    stock, found = stitched.stock(made.meta), fedstitch.METHOD.result(last)
+    members, _ = single_run.load_devices(job, tmp_path / "bundle")
+    last = run_to_last_state(job, tmp_path / "bundle", members, fedstitch.METHOD, engine)
+    stock, found = stitched.load_donor_pool(made.meta), fedstitch.METHOD.result(last)
     assert {len(block.out_shape) for block in stock.blocks.values() if block.kind != "end"} == {2}
     files = {name: tmp_path / "bundle" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     (tmp_path / "net.onnx").write_bytes(export_onnx.export_stitched(found.meta, found.tensors, stock.blocks, files))
     np.savez(tmp_path / "test.npz", x=test.x, y=test.y)
-    right = accuracy(run_model(tmp_path / "net.onnx", tmp_path / "test.npz"))
+    right = compute_accuracy(run_model(tmp_path / "net.onnx", tmp_path / "test.npz"))
     assert right is not None
     assert right > 0.9
-    x = inputs.prepare(test.x, found.meta["input"])
+    x = inputs.prepare_inputs(test.x, found.meta["input"])
 
     def run(block: stitched.Block, maps: np.ndarray) -> np.ndarray:
         return stitched.run_block(block, lambda name, value: engine.run(files[name], value), maps)

@@ -86,13 +86,13 @@ def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
     places.now_s = 9.0
     places.open.await_request(waits)
     places.now_s = 12.0
-    places.open.close_late()
+    places.open.close_overdue()
     assert places.closed == ["a"]
     places.now_s = 19.0
-    places.open.close_late()
+    places.open.close_overdue()
     assert places.closed == ["a", "c"]
     places.now_s = 100.0
-    places.open.close_late()
+    places.open.close_overdue()
     assert places.closed == ["a", "c", "b"]
     assert len(places.open) == 0
 

@@ -28,16 +28,16 @@ from fedquilt.enrolment import Answer, Request
 def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
     """Whatever the bytes."""
     with pytest.raises(WireError, match="no enrolment request"):
-        enrolment.decode(body, Request)
+        enrolment.decode_message(body, Request)
 
 
 def test_an_error_never_quotes_a_token() -> None:
     """Not even where the token itself is what is wrong."""
     with pytest.raises(WireError) as caught:
-        enrolment.decode(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', Request)
+        enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', Request)
     assert "secret" not in str(caught.value)
     with pytest.raises(WireError, match="more than the 16384"):
-        enrolment.decode(b" " * 16385, Answer)
+        enrolment.decode_message(b" " * 16385, Answer)
 
 
 def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(
@@ -54,7 +54,7 @@ def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one
     monkeypatch.setattr(os, "fsync", watched)
     before = os.umask(0)
     try:
-        enrolment.keep(path, b"one", 0o600)
+        enrolment.write_file_with_mode(path, b"one", 0o600)
     finally:
         os.umask(before)
     assert modes[0] == path.stat().st_mode & 0o777 == 0o600
@@ -64,6 +64,6 @@ def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match=r"cannot write .*key"):
-        enrolment.keep(path, b"two", 0o600)
+        enrolment.write_file_with_mode(path, b"two", 0o600)
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["key"]

@@ -55,10 +55,10 @@ def nowhere() -> bytes:
 )
 def test_what_is_no_wheel_is_told(wheel: bytes, tmp_path: Path) -> None:
     with pytest.raises(environment.Odd, match=r"^toy\.whl "):
-        environment.unpack([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
+        environment.unpack_wheels([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
     assert [*tmp_path.iterdir()] == [tmp_path / "packages"]
 
 
 def test_a_whole_wheel_is_unpacked(tmp_path: Path) -> None:
-    environment.unpack([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
+    environment.unpack_wheels([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
     assert (tmp_path / "toy.py").read_bytes() == b"x = 1\n" * 200

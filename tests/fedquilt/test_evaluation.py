@@ -28,8 +28,8 @@ def evaluated(task: TaskKind, data: Data, rows: Any = slice(None), batch: int = 
     found, (scores, y) = objectives.Evaluation(task), (each[rows] for each in data)
     for start in range(0, len(y), batch):
         part = slice(start, start + batch)
-        loss = objectives.losses(task, scores[part], y[part])[0].sum()
-        found.add(scores[part], y[part], float(loss))
+        loss = objectives.losses_and_gradients(task, scores[part], y[part])[0].sum()
+        found.add_batch(scores[part], y[part], float(loss))
     return found.sums()
 
 
@@ -78,9 +78,9 @@ TASKS: list[tuple[TaskKind, int]] = [
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
 def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(task: TaskKind, outputs: int) -> None:
     data = drawn(task, outputs)
-    whole = {**evaluation.metrics_of(evaluated(task, data, batch=300)), "loss": None}
+    whole = {**evaluation.compute_metrics(evaluated(task, data, batch=300)), "loss": None}
     for seed in range(10):
-        assert {**evaluation.metrics_of(grouped(task, data, seed)), "loss": None} == whole
+        assert {**evaluation.compute_metrics(grouped(task, data, seed)), "loss": None} == whole
 
 
 def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss() -> None:
@@ -143,7 +143,7 @@ def macro_auc(scores: np.ndarray, y: np.ndarray) -> float:
 @pytest.mark.parametrize("outputs", [2, 3, 10, 100])
 def test_metrics_of_classes_are_those_of_their_definitions(outputs: int) -> None:
     scores, y = drawn("classes", outputs, 1000)
-    found, told = scores.argmax(axis=1), evaluation.metrics_of(evaluated("classes", (scores, y)))
+    found, told = scores.argmax(axis=1), evaluation.compute_metrics(evaluated("classes", (scores, y)))
     one, true = np.eye(outputs, dtype=bool)[found], np.eye(outputs, dtype=bool)[y]
     recalls = [rates(one[:, at], true[:, at])[1] for at in range(outputs) if true[:, at].any()]
     powers = np.exp(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
@@ -160,15 +160,15 @@ def test_metrics_of_classes_are_those_of_their_definitions(outputs: int) -> None
     sums = evaluated("classes", (scores, y))
     matrix = np.zeros((outputs, outputs), int)
     np.add.at(matrix, (y, found), 1)
-    assert evaluation.confusion(sums) == matrix.tolist()
+    assert evaluation.confusion_matrix(sums) == matrix.tolist()
 
 
 def test_metrics_of_more_than_a_hundred_classes_lack_the_matrix_and_the_auc_alone() -> None:
     scores, y = drawn("classes", 120, 1000)
     sums = evaluated("classes", (scores, y))
-    told = evaluation.metrics_of(sums)
+    told = evaluation.compute_metrics(sums)
     one, true = np.eye(120, dtype=bool)[scores.argmax(axis=1)], np.eye(120, dtype=bool)[y]
-    assert evaluation.confusion(sums) is None
+    assert evaluation.confusion_matrix(sums) is None
     assert "auc" not in told
     assert {name: told[name] for name in expected_rates(one, true)} == pytest.approx(expected_rates(one, true))
 
@@ -176,13 +176,13 @@ def test_metrics_of_more_than_a_hundred_classes_lack_the_matrix_and_the_auc_alon
 def test_metrics_of_labels_are_those_of_their_definitions() -> None:
     scores, y = drawn("labels", 6, 1000)
     y[:, 5], scores[:, 5] = 0, -1.0  # a label that nobody has or predicts
-    told = evaluation.metrics_of(evaluated("labels", (scores, y)))
+    told = evaluation.compute_metrics(evaluated("labels", (scores, y)))
     found, true = scores > 0, y > 0
     wanted = {
         "label_accuracy": float((found == true).mean()),
         "exact_match": float((found == true).all(axis=1).mean()),
         **expected_rates(found, true),
-        "loss": float(objectives.losses("labels", scores.astype(np.float64), y)[0].mean()),
+        "loss": float(objectives.losses_and_gradients("labels", scores.astype(np.float64), y)[0].mean()),
     }
     auc, error = told.pop("auc"), told.pop("auc_error")
     assert told == pytest.approx(wanted, rel=1e-5)
@@ -194,7 +194,7 @@ def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> 
     """However far the targets are from 0: sums of squares around 0 are exact."""
     scores, y = drawn("regression", 3, 1000)
     scores, y = scores + np.float32(mean), y + np.float32(mean)
-    told = evaluation.metrics_of(grouped("regression", (scores, y), 1))
+    told = evaluation.compute_metrics(grouped("regression", (scores, y), 1))
     error = scores.astype(np.float64) - y
     spread = y.astype(np.float64).var(axis=0)
     assert 5 < spread.max() < 15
@@ -209,12 +209,12 @@ def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> 
 def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet() -> None:
     """Alone it has none."""
     stuck = evaluated("regression", (np.full((5, 1), 0.5, np.float32), np.full((5, 1), 2.5, np.float32)))
-    assert "r2" not in evaluation.metrics_of(stuck)
+    assert "r2" not in evaluation.compute_metrics(stuck)
     scores, y = drawn("regression", 1, 20)
     total = evaluation.add_evaluations([stuck, evaluated("regression", (scores, y))])
     assert total is not None
     found = np.concatenate([np.full(5, 0.5), scores[:, 0]]) - (all_y := np.concatenate([np.full(5, 2.5), y[:, 0]]))
-    assert evaluation.metrics_of(total)["r2"] == pytest.approx(1 - np.square(found).mean() / all_y.var())
+    assert evaluation.compute_metrics(total)["r2"] == pytest.approx(1 - np.square(found).mean() / all_y.var())
 
 
 # -- over devices ---------------------------------------------------------------------------------
@@ -232,15 +232,17 @@ def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind(
     sites = [evaluation.add_evaluations(parts[:3]), evaluation.add_evaluations(parts[3:])]
     assert flat == evaluation.add_evaluations(each for each in sites if each)
     assert flat is not None
-    assert evaluation.over_devices(flat, higher=True) == pytest.approx((20, 0.475, 0.025, np.std(values)))
-    assert evaluation.over_devices(flat, higher=False) == pytest.approx((20, 0.475, 0.925, np.std(values)))
+    assert evaluation.summarise_over_devices(flat, higher=True) == pytest.approx((20, 0.475, 0.025, np.std(values)))
+    assert evaluation.summarise_over_devices(flat, higher=False) == pytest.approx((20, 0.475, 0.925, np.std(values)))
 
 
 # -- what is sent ---------------------------------------------------------------------------------
 
 
 def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three() -> None:
-    over = evaluation.over_devices(EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True)
+    over = evaluation.summarise_over_devices(
+        EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True
+    )
     assert over is not None
     assert (over.worst_decile, over.mean) == (pytest.approx(0.6), pytest.approx(16.2 / 21))
 
@@ -253,18 +255,18 @@ def test_a_device_counts_with_its_metric_rounded_to_three_digits() -> None:
 
 def test_classes_that_are_only_predicted_do_not_lower_the_balanced_accuracy() -> None:
     sums = msgspec.structs.replace(evaluations.of_classes(1 / 3, 3), counts=evaluation.pack_counts([1, 2, 0, 0]))
-    assert evaluation.metrics_of(sums)["balanced_accuracy"] == pytest.approx(1 / 3)
+    assert evaluation.compute_metrics(sums)["balanced_accuracy"] == pytest.approx(1 / 3)
 
 
 def test_an_auc_of_equal_scores_is_a_half_give_or_take_a_half() -> None:
-    none = [0] * (evaluation.bins_of(2) - 1)
+    none = [0] * (evaluation.histogram_bins(2) - 1)
     sums = EvaluationSums(
         examples=5,
         outputs=2,
         counts=evaluation.pack_counts([2, 0, 3, 0]),
         scores=evaluation.pack_counts([2, *none, 3, *none, 3, *none, 2]),
     )
-    found = evaluation.metrics_of(sums)
+    found = evaluation.compute_metrics(sums)
     assert (found["auc"], found["auc_error"]) == (0.5, 0.5)
 
 
@@ -278,8 +280,8 @@ def test_errors_and_their_squares_contradict_each_other_beyond_rounding() -> Non
         targets=((0.0,),),
         target_squares=((1.0,),),
     )
-    assert evaluation.inconsistency(sums) == ""
-    assert "contradict" in evaluation.inconsistency(msgspec.structs.replace(sums, absolute=(2.01,)))
+    assert evaluation.find_inconsistency(sums) == ""
+    assert "contradict" in evaluation.find_inconsistency(msgspec.structs.replace(sums, absolute=(2.01,)))
 
 
 def test_packed_counts_are_as_they_were() -> None:
@@ -300,7 +302,7 @@ def test_packed_counts_that_do_not_fit_are_refused(packed: bytes) -> None:
 
 def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message() -> None:
     """Each cell of the matrix and of the histograms is filled."""
-    bins = evaluation.bins_of(100)
+    bins = evaluation.histogram_bins(100)
     sums = EvaluationSums(
         examples=10**7,
         outputs=100,
@@ -345,14 +347,14 @@ def test_sums_that_no_evaluation_comes_to_are_found(
     task: TaskKind, change: Callable[[EvaluationSums], EvaluationSums], said: str
 ) -> None:
     honest = evaluated(task, drawn(task, 3))
-    assert evaluation.inconsistency(honest) == ""
+    assert evaluation.find_inconsistency(honest) == ""
     assert msgspec.json.decode(msgspec.json.encode(honest), type=EvaluationSums) == honest
-    assert re.search(said, evaluation.inconsistency(change(honest)))
+    assert re.search(said, evaluation.find_inconsistency(change(honest)))
 
 
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
 def test_totals_of_honest_devices_are_consistent(task: TaskKind, outputs: int) -> None:
     for seed in range(5):
         total = grouped(task, drawn(task, outputs, 100, seed), seed)
-        assert evaluation.inconsistency(total) == ""
-        assert evaluation.odd_devices(total, 21, 1.0 if MAIN[task].share else math.inf) == ""
+        assert evaluation.find_inconsistency(total) == ""
+        assert evaluation.find_device_inconsistency(total, 21, 1.0 if MAIN[task].share else math.inf) == ""

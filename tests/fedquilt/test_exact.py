@@ -28,7 +28,7 @@ def total(arrays: list[np.ndarray], weights: list[float]) -> exact.Total:
     """Their sum, one after another."""
     found = None
     for array, weight in zip(arrays, weights, strict=True):
-        found = exact.add(found, array, weight)
+        found = exact.add_to_sum(found, array, weight)
     assert found is not None
     return found
 
@@ -49,8 +49,8 @@ def test_the_bits_are_those_of_the_real_sum_in_any_order(
     arrays = addends(size, spread)
     weights = [weight(k) for k in range(len(arrays))]
     wanted = real(arrays, weights).tobytes()
-    assert total(arrays, weights).value().tobytes() == wanted
-    assert total(arrays[::-1], weights[::-1]).value().tobytes() == wanted
+    assert total(arrays, weights).rounded_value().tobytes() == wanted
+    assert total(arrays[::-1], weights[::-1]).rounded_value().tobytes() == wanted
 
 
 @SIZES
@@ -58,13 +58,13 @@ def test_the_bits_are_those_of_the_real_sum_in_any_order(
 def test_groups_merge_into_the_same_bits(size: int, spread: int) -> None:
     """Two sites, one of a single board, and a site of sites."""
     arrays, weights = addends(size, spread), [float(k % 7 + 1) for k in range(20)]
-    wanted = total(arrays, weights).value().tobytes()
+    wanted = total(arrays, weights).rounded_value().tobytes()
     for cuts in ([1], [7], [3, 4, 15]):
         groups = [total(list(some), weights[at : at + len(some)]) for at, some in parted(arrays, cuts)]
         found = groups[-1]
         for group in groups[:-1]:
-            found = exact.merge(found, group)
-        assert found.value().tobytes() == wanted
+            found = exact.merge_sums(found, group)
+        assert found.rounded_value().tobytes() == wanted
 
 
 def parted(arrays: list[np.ndarray], cuts: list[int]) -> list[tuple[int, list[np.ndarray]]]:
@@ -76,26 +76,26 @@ def parted(arrays: list[np.ndarray], cuts: list[int]) -> list[tuple[int, list[np
 def test_numbers_that_cancel_leave_what_was_small() -> None:
     """1e19 - 1e19 + 1e-30 is 1e-30, which a plain sum gives in no order but one; and 0 has no sign."""
     arrays = [np.array([value, -0.0], np.float32) for value in (1e-30, 1e19, -1e19)]
-    found = total(arrays, [1.0] * 3).value()
+    found = total(arrays, [1.0] * 3).rounded_value()
     assert found[0] == np.float64(np.float32(1e-30))
     assert not np.signbit(found[1])
-    assert not np.signbit(total(arrays[:1], [1.0]).value()[1])
+    assert not np.signbit(total(arrays[:1], [1.0]).rounded_value()[1])
 
 
 def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value() -> None:
     """1e30, 1e10 and their opposites cancel, in whatever order they come."""
     addends = (1e30, 1e10, 1e-10, -1e30, -1e10)
     for order in itertools.permutations(np.array([value]) for value in addends):
-        assert total(list(order), [1.0] * 5).value().tolist() == [1e-10]
+        assert total(list(order), [1.0] * 5).rounded_value().tolist() == [1e-10]
 
 
 def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
     """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
     boards = [each * np.float32(0.05) for each in addends(exact.SHORT, 8, count=100)]
-    begun = exact.add(None, boards[0], 20.0)
+    begun = exact.add_to_sum(None, boards[0], 20.0)
     found = begun
     for k, board in enumerate(boards[1:]):
-        found = exact.add(found, board, float(20 + 13 * k))
+        found = exact.add_to_sum(found, board, float(20 + 13 * k))
     assert sum(limb.nbytes for limb in found.limbs) == 12 * exact.SHORT
     assert found.limbs[0] is begun.limbs[0] or np.shares_memory(found.limbs[0], begun.limbs[0])
     broken = total(boards, [1 / (3 + k) for k in range(100)])
@@ -106,47 +106,47 @@ def test_shapes_stay_and_of_counters_the_largest() -> None:
     """An array without axes, one without entries, one of two axes, and counters."""
     for shape in ((), (0,), (2, 3)):
         found = total([np.full(shape, 0.1, np.float32)] * 3, [1.0, 2.0, 3.0])
-        assert found.shape == found.value().shape == shape
-        assert found.value().dtype == np.float64
-    counted = exact.add(exact.add(None, np.array(5)), np.array(3))
-    assert (counted.value(), counted.value().dtype, counted.counter) == (5, np.int64, True)
-    assert exact.merge(counted, exact.add(None, np.array(9))).value() == 9
+        assert found.shape == found.rounded_value().shape == shape
+        assert found.rounded_value().dtype == np.float64
+    counted = exact.add_to_sum(exact.add_to_sum(None, np.array(5)), np.array(3))
+    assert (counted.rounded_value(), counted.rounded_value().dtype, counted.is_counter) == (5, np.int64, True)
+    assert exact.merge_sums(counted, exact.add_to_sum(None, np.array(9))).rounded_value() == 9
 
 
 def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
     """A sum has its own arrays: neither an addend nor a value changes with what is added later."""
     one, count = np.ones(3), np.array(1)
-    found, counter = exact.add(None, one), exact.add(None, count)
-    value, most = found.value(), counter.value()
-    exact.add(found, one)
-    exact.add(counter, np.array(7))
+    found, counter = exact.add_to_sum(None, one), exact.add_to_sum(None, count)
+    value, most = found.rounded_value(), counter.rounded_value()
+    exact.add_to_sum(found, one)
+    exact.add_to_sum(counter, np.array(7))
     assert (one.tolist(), value.tolist(), int(count), int(most)) == ([1, 1, 1], [1, 1, 1], 1, 1)
 
 
 def test_numbers_add_up_exactly_in_any_order() -> None:
     """A tenth ten times, and numbers that cancel."""
-    tenth = exact.Number().plus(*[0.1] * 10)
+    tenth = exact.Number().add_numbers(*[0.1] * 10)
     assert float(tenth) == math.fsum([0.1] * 10) == 1.0
-    assert float(exact.Number().plus(1e100, 1.0, -1e100)) == 1.0
-    assert float(exact.Number().plus(1e100, 1.0).merged(exact.Number().plus(-1e100))) == 1.0
+    assert float(exact.Number().add_numbers(1e100, 1.0, -1e100)) == 1.0
+    assert float(exact.Number().add_numbers(1e100, 1.0).merged(exact.Number().add_numbers(-1e100))) == 1.0
     assert float(exact.Number()) == 0.0
 
 
 def test_sums_of_the_same_names_merge_and_others_stay() -> None:
     """A site whose boards sent other layers."""
-    one = exact.plus({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
-    other = exact.plus({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
-    found = exact.values(exact.join(one, other))
+    one = exact.add_arrays({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
+    other = exact.add_arrays({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
+    found = exact.rounded_values(exact.merge_accumulators(one, other))
     assert {name: value.tolist() for name, value in found.items()} == {"a": [2, 2], "b": [5], "c": [3]}
 
 
 def test_a_sum_is_stored_in_every_bit() -> None:
     """Packed and unpacked as the states of methods are."""
     found = total(addends(9, 240), [1.0] * 20)
-    again = tensors.unpack(tensors.pack(found), exact.Total)
-    assert tensors.pack(again) == tensors.pack(found)
+    again = tensors.unpack_state(tensors.pack_state(found), exact.Total)
+    assert tensors.pack_state(again) == tensors.pack_state(found)
     assert len(found.limbs) > 2
-    assert again.value().tobytes() == found.value().tobytes()
+    assert again.rounded_value().tobytes() == found.rounded_value().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -163,23 +163,26 @@ def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(
 ) -> None:
     """Parts that are added to whole numbers would change them to anything."""
     with pytest.raises(UpdateError, match=said):
-        exact.require({"steps": exact.Total(limbs)}, {"steps": np.array([0, 0])}, 1.0)
+        exact.require_valid_sums({"steps": exact.Total(limbs)}, {"steps": np.array([0, 0])}, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f2", 65504.0), ("f4", math.sqrt(np.finfo("f4").max))])
 def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, most: float) -> None:
-    """What `tensors.require_same` takes of each of three boards, a site's sum of them may hold; and no more."""
+    """What `tensors.require_addable` takes of each of three boards, a site's sum of them may hold; and no more."""
     like = {"w": np.array([most], kind)}
-    tensors.require_same(like, like)
-    exact.require({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
+    tensors.require_addable(like, like)
+    exact.require_valid_sums({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
     with pytest.raises(UpdateError, match="beyond"):
-        exact.require({"w": exact.add(None, np.array([6.1 * most]))}, like, 3.0)
+        exact.require_valid_sums({"w": exact.add_to_sum(None, np.array([6.1 * most]))}, like, 3.0)
 
 
 def test_a_sum_that_is_merged_stays_as_it_is() -> None:
     """Also where it alone has a name: what is added afterwards is not in it."""
     ones = np.ones(3)
-    one, other = {"a": exact.add(None, ones)}, {"a": exact.add(None, ones), "b": exact.add(None, ones)}
-    total = exact.join(exact.join(exact.held(one), other), other)
+    one, other = (
+        {"a": exact.add_to_sum(None, ones)},
+        {"a": exact.add_to_sum(None, ones), "b": exact.add_to_sum(None, ones)},
+    )
+    total = exact.merge_accumulators(exact.merge_accumulators(exact.copy_accumulator(one), other), other)
     assert {name: each.value().tolist() for name, each in total.items()} == {"a": [3.0] * 3, "b": [2.0] * 3}
-    assert all(np.array_equal(each.value(), ones) for each in (*one.values(), *other.values()))
+    assert all(np.array_equal(each.rounded_value(), ones) for each in (*one.values(), *other.values()))

@@ -24,7 +24,7 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-    trained, answer = footprint.weigh(model, torch.zeros(5, 6))
+    trained, answer = footprint.measure_training(model, torch.zeros(5, 6))
     sizes = {"largest_bytes": 4 * 24, "kept_bytes": 4 * (6 + 4), "widest_bytes": 4 * 6, "passing_bytes": 4 * 4}
     assert trained == Trained(4 * 43, 0, **sizes)
     assert tuple(answer.shape) == (5, 3)
@@ -36,7 +36,7 @@ def test_a_network_that_was_weighed_can_go() -> None:
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     left = weakref.ref(model[0].weight)
-    footprint.weigh(model, torch.zeros(5, 6))
+    footprint.measure_training(model, torch.zeros(5, 6))
     del model
     gc.collect()
     assert left() is None
@@ -46,7 +46,7 @@ def test_buffers_count_as_weights_and_each_storage_once() -> None:
     """Batch norm of 3: weight, bias, mean and variance (3 floats each) and a counter of 8 bytes. It keeps its input
     (3 floats a row) and, for all rows together, mean and deviation (3 floats each)."""
     torch = pytest.importorskip("torch")
-    trained, _ = footprint.weigh(torch.nn.BatchNorm1d(3), torch.randn(4, 3))
+    trained, _ = footprint.measure_training(torch.nn.BatchNorm1d(3), torch.randn(4, 3))
     assert trained.weights_bytes == 4 * 12 + 8
     assert trained.kept_bytes == (4 * 3 * 4 + 2 * 4 * 3) // 4
 
@@ -68,16 +68,16 @@ def test_what_is_held_still_has_no_gradients_and_moments() -> None:
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-    whole, _ = footprint.weigh(model, torch.zeros(5, 6))
+    whole, _ = footprint.measure_training(model, torch.zeros(5, 6))
     model[0].requires_grad_(False)
-    head, _ = footprint.weigh(model, torch.zeros(5, 6))
+    head, _ = footprint.measure_training(model, torch.zeros(5, 6))
     assert (whole.still_bytes, head.still_bytes) == (0, 4 * 28)
     assert (whole.kept_bytes, head.kept_bytes) == (4 * 10, 4 * 4)
-    assert footprint.example_bytes(head) == 4 * 4 + footprint.WIDEST * 4 * 4
+    assert footprint.bytes_per_example(head) == 4 * 4 + footprint.WIDEST * 4 * 4
     wide = nn.Sequential(nn.Linear(6, 100), nn.Linear(100, 4), nn.Linear(4, 3))
     wide[:2].requires_grad_(False)
-    passing, _ = footprint.weigh(wide, torch.zeros(5, 6))
-    assert footprint.example_bytes(passing) == 4 * 4 + footprint.PASSING * 4 * 100  # more than ten times 4 floats
+    passing, _ = footprint.measure_training(wide, torch.zeros(5, 6))
+    assert footprint.bytes_per_example(passing) == 4 * 4 + footprint.PASSING * 4 * 100  # more than ten times 4 floats
     whole, head = (replace(each, kept_bytes=0, widest_bytes=0, passing_bytes=0) for each in (whole, head))
     for moments in (0, 2):
         less = footprint.training_bytes(whole, 1, moments=moments) - footprint.training_bytes(head, 1, moments=moments)
@@ -89,9 +89,9 @@ def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
     network = Trained(10, 0, 5, 30, 2)
     sizes = [footprint.training_bytes(network, n) for n in (1, 2, 8, 32)]
     assert sizes == sorted(set(sizes))
-    assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
-    assert sizes[0] == footprint.fixed_bytes(10, 0, 10) + footprint.example_bytes(network)
-    scored = [footprint.scoring_bytes(10, 5, n) for n in (1, 2, 8, 32)]
+    assert sizes[3] - sizes[2] == 24 * footprint.bytes_per_example(network)
+    assert sizes[0] == footprint.fixed_training_bytes(10, 0, 10) + footprint.bytes_per_example(network)
+    scored = [footprint.inference_bytes(10, 5, n) for n in (1, 2, 8, 32)]
     assert scored == sorted(set(scored))
     assert scored[3] - scored[0] == 31 * 5
 
@@ -101,8 +101,8 @@ def test_convolutions_are_compiled_once_and_each() -> None:
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3))
-    assert footprint.weigh(model, torch.zeros(2, 1, 8, 8))[0].convolutions == 2
-    none, one, ten = (footprint.fixed_bytes(0, count) for count in (0, 1, 10))
+    assert footprint.measure_training(model, torch.zeros(2, 1, 8, 8))[0].convolutions == 2
+    none, one, ten = (footprint.fixed_training_bytes(0, count) for count in (0, 1, 10))
     assert none == 0
     assert one == footprint.FIRST_KERNEL_BYTES + footprint.KERNEL_BYTES
     assert ten - one == 9 * footprint.KERNEL_BYTES
@@ -113,9 +113,9 @@ def test_each_unusual_operation_of_the_backward_pass_adds_its_pages() -> None:
     torch = pytest.importorskip("torch")
     nn = torch.nn
     plain = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-    assert footprint.weigh(plain, torch.zeros(2, 6))[0].kinds == 0
+    assert footprint.measure_training(plain, torch.zeros(2, 6))[0].kinds == 0
     other = nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3))
-    trained, _ = footprint.weigh(other, torch.zeros(2, 6))
+    trained, _ = footprint.measure_training(other, torch.zeros(2, 6))
     assert trained.kinds == 2
     less = replace(trained, kinds=0)
     assert footprint.training_bytes(trained, 5) - footprint.training_bytes(less, 5) == 2 * footprint.KIND_BYTES
@@ -131,9 +131,9 @@ def test_a_library_that_the_network_comes_from_is_counted() -> None:
 
 def test_a_process_needs_its_engine_at_work_and_the_work() -> None:
     """57 MB for ONNX Runtime as assumed, or what the board has seen, and 32 at work; an unknown engine needs none."""
-    assert footprint.need_bytes("onnx", 5 * 10**6) == 94 * 10**6
-    assert footprint.need_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 97 * 10**6
-    assert footprint.need_bytes("mine", 5) == 5
+    assert footprint.task_process_bytes("onnx", 5 * 10**6) == 94 * 10**6
+    assert footprint.task_process_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 97 * 10**6
+    assert footprint.task_process_bytes("mine", 5) == 5
 
 
 def test_predicting_imports_nothing_heavy() -> None:
@@ -156,7 +156,7 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
     table = {"batch": 16, "epochs": 1}
     moves = None if moved is None else {name: model[name] for name in moved}
     peaks = [
-        fedavg.training_order(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
+        fedavg.training_task_spec(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
         for each in (0, 1000)
     ]
     assert peaks[1] - peaks[0] == examples * 1000
@@ -167,14 +167,16 @@ def test_what_is_held_in_pieces_is_never_less_than_one_of_them() -> None:
     network = footprint.Trained(
         weights_bytes=100, convolutions=0, largest_bytes=100, kept_bytes=8000, widest_bytes=100
     )  # ten times the widest, 1000 bytes, are at work for each example; nine times where pieces are made again
-    assert footprint.piece_bytes(network, 2, 18_000) is None
-    assert footprint.piece_bytes(network, 2, 17_999) == 16_000
-    assert footprint.piece_bytes(network, 2, 17_000) == 15_200
-    assert footprint.piece_bytes(network, 2, 2_500) == footprint.piece_bytes(network, 2, -9) == 2_000
+    assert footprint.checkpoint_bytes(network, 2, 18_000) is None
+    assert footprint.checkpoint_bytes(network, 2, 17_999) == 16_000
+    assert footprint.checkpoint_bytes(network, 2, 17_000) == 15_200
+    assert footprint.checkpoint_bytes(network, 2, 2_500) == footprint.checkpoint_bytes(network, 2, -9) == 2_000
     whole = footprint.training_bytes(network, 2)
     assert whole - footprint.training_bytes(network, 2, piece_bytes=2_000) == 14_000 + 200
-    fixed = whole - 2 * footprint.example_bytes(network)
-    assert footprint.training_bytes(network, 2, piece_bytes=2_000) == fixed + 2 * footprint.least_bytes(network)
+    fixed = whole - 2 * footprint.bytes_per_example(network)
+    assert footprint.training_bytes(network, 2, piece_bytes=2_000) == fixed + 2 * footprint.least_bytes_per_example(
+        network
+    )
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
@@ -183,7 +185,7 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     import torch
 
     from fedquilt.coordinator.settings import Fleet
-    from fedquilt.edge_agent.settings import size_bytes
+    from fedquilt.edge_agent.settings import parse_size
     from fedquilt.edge_agent.task import budget
     from fedquilt.methods import fedavg
     from fedquilt.models.networks import registry
@@ -192,7 +194,10 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     model = registry.build(network)
     network |= toys.register_entry(network)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
-    trained, _ = footprint.weigh(model, torch.zeros(2, 3, 32, 32))
-    state = fedavg.State({"batch": 32, "epochs": 1}, network, weights, 1.0, footprint.least_bytes(trained))
+    trained, _ = footprint.measure_training(model, torch.zeros(2, 3, 32, 32))
+    state = fedavg.State({"batch": 32, "epochs": 1}, network, weights, 1.0, footprint.least_bytes_per_example(trained))
     (default,) = Fleet().budgets
-    assert budget.memory_shortage("torch", fedavg.training_order(state, {}).work, size_bytes(default), None, {}) is None
+    assert (
+        budget.memory_shortage("torch", fedavg.training_task_spec(state, {}).work, parse_size(default), None, {})
+        is None
+    )

@@ -175,8 +175,8 @@ def unpacked(package: str) -> Path:
 def outcome(path: Path, folder: Path) -> tuple[bool, str]:
     """Whether a device runs a graph that is deployed, and the refusal or the note of its check."""
     try:
-        payload = b"".join(onnx_fill.read_whole(path))
-        export.loadable(payload, path.name)
+        payload = b"".join(onnx_fill.read_with_external_data(path))
+        export.require_loadable(payload, path.name)
     except ModelError as error:
         return False, str(error)
     laid = folder / "model.onnx"

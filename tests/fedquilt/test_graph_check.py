@@ -182,7 +182,7 @@ def test_a_graph_with_what_no_network_needs_is_refused(tmp_path: Path, case: str
     made, said = HOSTILE[case]
     (tmp_path / ("f" * 64)).write_bytes(bytes(16))
     with pytest.raises(ModelError) as refused:
-        graph_check.of_file(stored(tmp_path, made()))
+        graph_check.check_file(stored(tmp_path, made()))
     assert said in str(refused.value)
 
 
@@ -200,7 +200,7 @@ def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path: Pat
     else:
         os.mkfifo(place)
     with pytest.raises(ModelError, match="a link or no file"):
-        graph_check.of_file(stored(tmp_path / "blobs", model(node("Relu"), tensors=(beside(name, len(SECRET)),))))
+        graph_check.check_file(stored(tmp_path / "blobs", model(node("Relu"), tensors=(beside(name, len(SECRET)),))))
 
 
 def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
         tensors=(far, typed),
     )
     helper.set_model_props(made, {"activation_bytes": "64", "weight_bytes": "80"})
-    found = graph_check.of_file(stored(tmp_path, made))
+    found = graph_check.check_file(stored(tmp_path, made))
     assert (found.weight_bytes, found.activation_bytes, found.nodes) == (64 + 16, 64, 7)
     assert found.metadata["weight_bytes"] == "80"
 
@@ -232,7 +232,7 @@ def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
 def test_a_domain_that_no_node_uses_does_not_matter(domains: tuple[str, ...]) -> None:
     """tf2onnx imports ai.onnx.ml whether or not a node uses it."""
     made = made_graphs.product(opsets=[("", 17), *((domain, 2) for domain in domains)])
-    assert graph_check.of_bytes(made.SerializeToString()).versions == (17, 8)
+    assert graph_check.check_bytes(made.SerializeToString()).versions == (17, 8)
 
 
 @pytest.mark.parametrize(
@@ -249,16 +249,16 @@ def test_a_domain_that_no_node_uses_does_not_matter(domains: tuple[str, ...]) ->
 )
 def test_an_axis_without_a_size_is_unknown(declared: list[Any] | None, shape: tuple[int | None, ...] | None) -> None:
     """-1, 0, an empty name and nothing at all mean the same; no shape at all is another thing than no axis."""
-    found = graph_check.of_bytes(made_graphs.product(declared).SerializeToString())
-    found.require_examples()
+    found = graph_check.check_bytes(made_graphs.product(declared).SerializeToString())
+    found.require_batched_examples()
     assert found.input_shape == shape
 
 
 def test_inputs_with_a_value_are_weights() -> None:
     """Files of IR version 3 list their initializers among the inputs, and a caller need not feed them."""
     made = made_graphs.product(inputs=[made_graphs.value("w", (6, 3))])
-    found = graph_check.of_bytes(made.SerializeToString())
-    found.require_examples()
+    found = graph_check.check_bytes(made.SerializeToString())
+    found.require_batched_examples()
     assert [each.name for each in found.inputs] == ["x"]
 
 
@@ -286,7 +286,7 @@ def test_inputs_with_a_value_are_weights() -> None:
 def test_a_graph_that_cannot_be_fed_is_refused_with_a_fix(tmp_path: Path, made: Callable[[], Any], said: str) -> None:
     """The property by its number and names, before anything runs it."""
     with pytest.raises(ModelError) as refused:
-        graph_check.of_file(stored(tmp_path, made()))
+        graph_check.check_file(stored(tmp_path, made()))
     assert said in str(refused.value)
 
 
@@ -309,7 +309,7 @@ def test_weights_in_a_branch_count_too() -> None:
     branch.initializer.append(constant("w", 1, 2, 3, 4, kind=np.float32))
     held = constant("c", 1, kind=np.bool_)
     made = model(node("If", "c", then_branch=branch, else_branch=subgraph(node("Identity"))), tensors=(held,))
-    assert graph_check.of_bytes(made.SerializeToString()).weight_bytes == 1 + 16
+    assert graph_check.check_bytes(made.SerializeToString()).weight_bytes == 1 + 16
 
 
 def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:
@@ -321,7 +321,7 @@ def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:
                 continue
         except Exception:
             continue
-        graph = graph_check.of_file(path)
+        graph = graph_check.check_file(path)
         assert graph.weight_bytes == int(graph.metadata["weight_bytes"])
         found += 1
     assert found == 16
@@ -356,7 +356,7 @@ def test_a_damaged_graph_gives_the_named_error_or_passes(at: int, byte: int, cut
     else:
         whole[at] = byte
     with contextlib.suppress(ModelError):
-        graph_check.of_bytes(bytes(whole))
+        graph_check.check_bytes(bytes(whole))
 
 
 def test_sessions_are_made_in_one_place() -> None:

@@ -1,14 +1,14 @@
 """A pure function's latest result stands for equal arguments alone."""
 
 from fedquilt.core import Work
-from fedquilt.core.latest import latest
+from fedquilt.core.latest import cache_last_call
 
 
 def test_equal_arguments_are_computed_once_and_others_anew() -> None:
     """Only the latest call is known; positions, names and values all count."""
     calls: list[tuple[int, int]] = []
 
-    @latest
+    @cache_last_call
     def added(one: int, other: int = 0) -> list[int]:
         calls.append((one, other))
         return [one + other]
@@ -21,7 +21,7 @@ def test_an_error_is_no_result() -> None:
     """What has failed is tried again."""
     outcomes = iter([None, 5])
 
-    @latest
+    @cache_last_call
     def taken(key: str) -> int:
         if (found := next(outcomes)) is None:
             raise ValueError(key)
@@ -37,5 +37,5 @@ def test_an_error_is_no_result() -> None:
 def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last() -> None:
     """Ten and twenty examples of two kinds, asked for in turn."""
     one, other = Work(flops_per_example=2.0), Work(flops_per_example=3.0)
-    asked = [work.on(examples).flops for work in (one, other) for examples in (10, 20, 20)]
+    asked = [work.total_for_examples(examples).flops for work in (one, other) for examples in (10, 20, 20)]
     assert asked == [20.0, 40.0, 40.0, 30.0, 60.0, 60.0]

@@ -37,9 +37,13 @@ COUNT, BATCH = 24, 8
 
 def made(network: Mapping[str, Any], **more: Any) -> Bundle:
     """Bundle as `prepare` makes it, of random weights."""
-    model, shape = registry.load(network, seed=0), registry.input_shape(network)
+    model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
-    facts = {"network": dict(network), "layers": traced.trace(model, shape), "flops": registry.cost(model, shape).flops}
+    facts = {
+        "network": dict(network),
+        "layers": traced.trace_layer_costs(model, shape),
+        "flops": registry.measure_cost(model, shape).flops,
+    }
     facts |= register_entry(network)
     return Bundle({**facts, **more}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
 
@@ -61,7 +65,7 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     order = method.send(state, DeviceView("a", None, rounds))
     own = examples(network)
     engine, none = TorchEngine(1 << 40), Examples(own.x[:0], own.y[:0])
-    deliver = partial(hands.delivered, method, order, Member("a", own, none), folder, engine=engine)
+    deliver = partial(hands.make_task_and_context, method, order, Member("a", own, none), folder, engine=engine)
     task, site = deliver(cache=folder / "cache")
     if rounds:
         local = method.work(task, site).local  # what a cache and a device keep is there afterwards
@@ -69,7 +73,7 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     counter = FlopCounterMode(display=False)
     with counter:
         method.work(task, site)
-    return tasks.work_of(order, ("work",), "torch").on(COUNT), float(counter.get_total_flops())
+    return tasks.predict_work(order, ("work",), "torch").total_for_examples(COUNT), float(counter.get_total_flops())
 
 
 # -- networks -------------------------------------------------------------------------------------
@@ -78,29 +82,29 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
 @pytest.mark.parametrize("network", [MLP, PLAIN], ids=lambda network: network["name"])
 def test_layers_add_up_to_torchs_count_forward_and_in_training(network: dict[str, Any]) -> None:
     """The first layer has no gradient of its inputs: training costs less than three forward passes."""
-    model, shape = registry.load(network, seed=0), registry.input_shape(network)
-    layers = traced.trace(model, shape)
-    assert layer_costs.forward(layers).flops == registry.cost(model, shape).flops
+    model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
+    layers = traced.trace_layer_costs(model, shape)
+    assert layer_costs.forward_cost(layers).flops == registry.measure_cost(model, shape).flops
     counter = FlopCounterMode(display=False)
     with counter:
         model.train()(torch.zeros(4, *shape)).sum().backward()
     names = [name for name, _ in model.named_parameters()]
-    assert 4 * layer_costs.training(layers, names).flops == counter.get_total_flops()
-    assert layer_costs.training(layers, names).flops < 3 * layer_costs.forward(layers).flops
+    assert 4 * layer_costs.training_cost(layers, names).flops == counter.get_total_flops()
+    assert layer_costs.training_cost(layers, names).flops < 3 * layer_costs.forward_cost(layers).flops
 
 
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_only_what_is_trained_and_behind_it_costs_a_backward_pass(last: int) -> None:
     """The last layers of a network alone."""
-    model = registry.load(PLAIN, seed=0)
-    layers = traced.trace(model, (3, 8, 8))
+    model = registry.load_network(PLAIN, seed=0)
+    layers = traced.trace_layer_costs(model, (3, 8, 8))
     names = [name for name, value in model.named_parameters() if value.ndim > 1][-last:]
     for name, value in model.named_parameters():
         value.requires_grad_(name in names)
     counter = FlopCounterMode(display=False)
     with counter:
         model.train()(torch.zeros(4, 3, 8, 8)).sum().backward()
-    assert 4 * layer_costs.training(layers, names).flops == counter.get_total_flops()
+    assert 4 * layer_costs.training_cost(layers, names).flops == counter.get_total_flops()
 
 
 def test_launches_are_the_operations_that_torch_begins() -> None:
@@ -115,40 +119,45 @@ def test_launches_are_the_operations_that_torch_begins() -> None:
             return func(*args, **(kwargs or {}))
 
     for network in (MLP, PLAIN):
-        model, shape = registry.load(network, seed=0), registry.input_shape(network)
+        model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
         names = [name for name, _ in model.named_parameters()]
         with Operations() as seen:
             model.train()(torch.zeros(4, *shape)).square().mean().backward()
-        told = layer_costs.training(traced.trace(model, shape), names).launches + layer_costs.STEP_LAUNCHES
+        told = (
+            layer_costs.training_cost(traced.trace_layer_costs(model, shape), names).launches
+            + layer_costs.STEP_LAUNCHES
+        )
         assert seen.count / 1.33 < told < 1.33 * seen.count
 
 
 def test_a_perceptron_is_weighed_without_torch_as_with_it() -> None:
     table = dict(MLP)
-    assert drawn.costs(table) == traced.trace(registry.load(table, seed=0), (48,))
+    assert drawn.costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
 
 
 def test_attention_costs_its_products_between_activations_in_training_twice() -> None:
     """Frozen weights or not: with adapters in front the products of queries and keys still have two gradients."""
     layers = [Layer("a", 10.0, 6.0, 0.0, 1), Layer("b", 4.0, 0.0, 0.0, 1)]
-    assert layer_costs.training(layers, ["a.w", "b.w"]).flops == 10 + 6 + 4 + 10 + 12 + 8
-    assert layer_costs.training(layers, ["b.w"]).flops == 10 + 6 + 4 + 4
+    assert layer_costs.training_cost(layers, ["a.w", "b.w"]).flops == 10 + 6 + 4 + 10 + 12 + 8
+    assert layer_costs.training_cost(layers, ["b.w"]).flops == 10 + 6 + 4 + 4
 
 
 def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did() -> None:
-    layers = layer_costs.parse({"flops": 100.0})
-    assert layer_costs.training(layers, ["any.weight"]).flops == 300.0
-    assert layer_costs.forward(layers).flops == 100.0
+    layers = layer_costs.parse_layers({"flops": 100.0})
+    assert layer_costs.training_cost(layers, ["any.weight"]).flops == 300.0
+    assert layer_costs.forward_cost(layers).flops == 100.0
 
 
 def test_a_narrower_part_costs_its_share_of_every_layer() -> None:
     """Half the units of the hidden layers: a half, a quarter and a half of the products."""
-    model = drawn.weights(MLP, 0)
+    model = drawn.initial_weights(MLP, 0)
     part = {"1.weight": model["1.weight"][:16], "3.weight": model["3.weight"][:8, :16]}
     part["5.weight"] = model["5.weight"][:, :8]
     part |= {"1.bias": model["1.bias"][:16], "3.bias": model["3.bias"][:8], "5.bias": model["5.bias"]}
-    small = drawn.costs({**MLP, "hidden": [16, 8]})
-    assert [each.flops for each in layer_costs.cut(drawn.costs(MLP), model, part)] == [each.flops for each in small]
+    small = drawn.costs_by_layer({**MLP, "hidden": [16, 8]})
+    assert [each.flops for each in layer_costs.scale_layers(drawn.costs_by_layer(MLP), model, part)] == [
+        each.flops for each in small
+    ]
 
 
 # -- methods --------------------------------------------------------------------------------------
@@ -191,7 +200,7 @@ def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not() ->
         fedsq.METHOD.send(each, DeviceView("a", None, rounds)).work.flops_per_example
         for each, rounds in ((state, ()), (state, (0,)), (off, (0,)))
     )
-    once = layer_costs.forward(state.layers).flops
+    once = layer_costs.forward_cost(state.layers).flops
     assert first == later + once
     assert never == later + 3 * once
     assert later < once
@@ -201,8 +210,8 @@ def test_an_evaluation_costs_a_forward_pass_of_the_held_out_share() -> None:
     """A quarter as many as are trained on; a task of both costs both."""
     method = methods.load("fedavg")
     order = method.send(method.init(made(PLAIN), method.params(epochs=5, batch=BATCH), 0), DeviceView("a", None))
-    check = tasks.work_of(order, ("check",), "torch", held=0.2)
+    check = tasks.predict_work(order, ("check",), "torch", held=0.2)
     assert check.flops_per_example == pytest.approx(0.25 * made(PLAIN).meta["flops"])
     assert check.workload == "torch-conv"
-    both = tasks.work_of(order, ("check", "work"), "torch", held=0.2)
+    both = tasks.predict_work(order, ("check", "work"), "torch", held=0.2)
     assert both.flops_per_example == pytest.approx(check.flops_per_example + order.work.flops_per_example)

@@ -24,14 +24,14 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             found.append(json.loads(self.format(record)))
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [Handler()])
-    logs.as_json(device="orin-07")
+    logs.use_json_logs(device="orin-07")
     return found
 
 
 def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> None:
     """And the process's own where it names none; in one line, whatever stands in it."""
     log = logging.getLogger("fedquilt.test")
-    log.warning("%s,\nround %d", "j-1", 3, extra=logs.about(run="j-1", round=3, device=None))
+    log.warning("%s,\nround %d", "j-1", 3, extra=logs.log_ids(run="j-1", round=3, device=None))
     assert [lines[0][key] for key in ("level", "message", "run", "round", "device")] == [
         "WARNING",
         "j-1,\nround 3",
@@ -44,7 +44,7 @@ def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> 
 
 def test_text_that_is_no_utf_8_makes_a_line_too(lines: list[dict[str, Any]]) -> None:
     """Formatted, not logged: pytest's own record of the log could not be sent to another process."""
-    record = logging.makeLogRecord({"msg": "odd \udcff", **logs.about(device="pi-01", round=3)})
+    record = logging.makeLogRecord({"msg": "odd \udcff", **logs.log_ids(device="pi-01", round=3)})
     told = json.loads(logging.getLogger().handlers[0].format(record))
     assert [told[key] for key in ("message", "device", "round")] == [r"odd \udcff", "pi-01", 3]
 
@@ -65,7 +65,7 @@ def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
     facts: list[AnyFact] = [Asked(3, 0, ("a",)), Declined(3, "a", "memory", "12 MB short"), Ended("failed", "why")]
     for fact in facts:
         console.observe(job, fact)
-    console.say("connected to the broker")
+    console.report("connected to the broker")
     told = [tuple(line.get(key) for key in ("level", "fact", "run", "round")) for line in lines]
     assert told == [
         ("INFO", "Asked", "digits-1", 3),

@@ -34,10 +34,10 @@ def update(device: str, sums: EvaluationSums | None = None, **metrics: float) ->
 def test_errors_of_devices_are_those_of_all_their_examples() -> None:
     """3 over one example and 1 over three: the root of (9 + 3) / 4, as over all four at once; MAE is 6 / 4."""
     updates = [update("a", of_numbers(3.0, 3.0, 1)), update("b", of_numbers(1.0, 1.0, 3))]
-    sums = round_metrics.add_up(updates)
+    sums = round_metrics.aggregate_evaluations(updates)
     assert sums is not None
-    assert evaluation.metrics_of(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
-    own = progress.personal(sums, updates)
+    assert evaluation.compute_metrics(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
+    own = progress.summarise_round(sums, updates)
     assert own is not None
     assert (own.metric, own.weighted, own.worst_decile, own.deviation) == ("rmse", math.sqrt(3.0), 3.0, 1.0)
 
@@ -60,7 +60,7 @@ def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
 def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
     """Where the job's network does not tell how many outputs it has."""
     updates = [update("a", of_classes(0.5)), update("b", of_classes(0.7)), update("c", of_numbers(1.0, 1.0, 5))]
-    sums = round_metrics.add_up(updates)
+    sums = round_metrics.aggregate_evaluations(updates)
     assert sums == total(of_classes(0.5), of_classes(0.7))
     assert round_metrics.explain_evaluation(updates) == [
         "the evaluation of c does not count: its network has 1 outputs, those of most have others"
@@ -69,12 +69,12 @@ def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
 
 def test_smaller_is_better_for_errors_and_larger_for_shares() -> None:
     """For a target, and for the best of a run."""
-    assert metrics.reached(RMSE, 0.2, 0.3)
-    assert not metrics.reached(metrics.ACCURACY, 0.2, 0.3)
-    assert metrics.best(RMSE, [3.0, 1.0, 2.0]) == 1.0
-    assert metrics.best(metrics.ACCURACY, [0.3, 0.7]) == 0.7
-    assert metrics.shown(RMSE, 12.3456) == "12.35"
-    assert metrics.shown(metrics.ACCURACY, 0.777) == "77.70 %"
+    assert metrics.reaches_target(RMSE, 0.2, 0.3)
+    assert not metrics.reaches_target(metrics.ACCURACY, 0.2, 0.3)
+    assert metrics.best_value(RMSE, [3.0, 1.0, 2.0]) == 1.0
+    assert metrics.best_value(metrics.ACCURACY, [0.3, 0.7]) == 0.7
+    assert metrics.format_value(RMSE, 12.3456) == "12.35"
+    assert metrics.format_value(metrics.ACCURACY, 0.777) == "77.70 %"
 
 
 def run_of(values: list[float], metric: str) -> Run:
@@ -88,18 +88,18 @@ def run_of(values: list[float], metric: str) -> Run:
 
 def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
     """The first at or below it; the best is the least; numbers are not per cent."""
-    found = tables.result("j", [run_of([5.0, 2.0, 3.0], "rmse")], 2.5)
+    found = tables.make_result("j", [run_of([5.0, 2.0, 3.0], "rmse")], 2.5)
     (row,) = found["table"]
     assert (found["metric"], row["best"], row["to_target"]["rounds"]) == ("rmse", 2.0, 2.0)
-    head, cells = tables.head(found), tables.rows(found)[0]
+    head, cells = tables.make_table_head(found), tables.format_table_cells(found)[0]
     assert head[2] == "RMSE"
     assert cells[2] == "3.0000"
-    assert any("at or below the target" in line for line in tables.notes(found))
+    assert any("at or below the target" in line for line in tables.make_table_notes(found))
 
 
 def test_a_line_of_the_log_names_the_metric() -> None:
     """With its own unit, and how many examples it is of."""
-    assert log.evaluated(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
+    assert log.describe_evaluation(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
 
 
 # -- in a job -------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ MODEL = {"name": "mlp", "inputs": 4, "outputs": 1}
 
 
 def job(**table: object) -> settings.Job:
-    return settings.parse({"name": "j", "method": "fedavg", **table})
+    return settings.parse_job({"name": "j", "method": "fedavg", **table})
 
 
 def test_a_task_in_one_table_holds_for_the_other() -> None:

@@ -52,14 +52,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_a_method_of_an_installed_package_is_found_by_its_name(install: Install) -> None:
     """And as module:name; ours are as they were, and nothing is imported before it is asked for."""
     install("mine-fl", {"mine_one.py": METHOD}, {"fedquilt.methods": {"mine": "mine_one:METHOD"}})
-    assert methods.outside() == ["mine"]
+    assert methods.plugin_names() == ["mine"]
     assert "mine_one" not in sys.modules
     assert methods.load("mine").paper == "own"
     assert methods.load("mine_one:METHOD") is methods.load("mine")
     assert isinstance(methods.load("fedavg"), Method)
-    assert "mine" not in methods.names()
-    assert any("mine-fl 1.0" in line for line in method_pages.listed(["fedavg"], plugins.usable("method", ["fedavg"])))
-    assert method_pages.card("mine").paper == "own"
+    assert "mine" not in methods.builtin_names()
+    assert any(
+        "mine-fl 1.0" in line
+        for line in method_pages.format_method_list(["fedavg"], plugins.usable_plugins("method", ["fedavg"]))
+    )
+    assert method_pages.make_card("mine").paper == "own"
 
 
 def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) -> None:
@@ -68,15 +71,15 @@ def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) 
         "class Engine:\n    name = 'mine'\n    def __init__(self, budget_bytes):\n        self.budget = budget_bytes\n"
     )
     install("engine-fl", {"mine_engine.py": text}, {"fedquilt.engines": {"mine": "mine_engine:Engine"}})
-    assert engines.available()[-1] == "mine"
-    assert engines.make("mine", 5).budget == 5  # type: ignore[attr-defined]
+    assert engines.available_engines()[-1] == "mine"
+    assert engines.create_engine("mine", 5).budget == 5  # type: ignore[attr-defined]
 
 
 def test_a_data_set_of_another_package_is_shared_out(install: Install) -> None:
     """Ten examples among two devices."""
     text = "import numpy as np\ndef ten(spec):\n    return np.eye(10, dtype=np.float32), np.arange(10) % 2\n"
     install("data-fl", {"mine_data.py": text}, {"fedquilt.data": {"ten": "mine_data:ten"}})
-    train, held = examples.load(DataSpec(dataset="ten", partition="iid", shares=2))
+    train, held = examples.load_share(DataSpec(dataset="ten", partition="iid", shares=2))
     assert len(train) + len(held) == 5
     assert train.x.shape[1:] == (10,)
 
@@ -92,9 +95,9 @@ def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(instal
     with pytest.raises(JobError, match=r"'broken' of package broken-fl 1\.0.*no licence.*\.py, line 3.*uninst"):
         methods.load("broken")
     assert methods.load("fedavg").paper
-    assert "broken" in methods.outside()
-    assert plugins.modules()["plugin broken_fl"].startswith("broken-fl 1.0 ")
-    assert plugins.complaints("method", methods.names()) == []
+    assert "broken" in methods.plugin_names()
+    assert plugins.plugin_fingerprints()["plugin broken_fl"].startswith("broken-fl 1.0 ")
+    assert plugins.name_conflicts("method", methods.builtin_names()) == []
 
 
 def test_a_package_that_is_no_python_is_named_with_the_line(install: Install) -> None:
@@ -111,8 +114,8 @@ def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
     with pytest.raises(JobError, match=r"give a method 'twice': one-fl 1\.0 and two-fl 2\.0; uninstall one"):
         methods.load("twice")
     assert methods.load("one_fl:METHOD").paper == "own"
-    assert len(plugins.complaints("method", methods.names())) == 1
-    assert plugins.usable("method", methods.names()) == []
+    assert len(plugins.name_conflicts("method", methods.builtin_names())) == 1
+    assert plugins.usable_plugins("method", methods.builtin_names()) == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
     [
         ("fedquilt.methods", "fedavg", methods.load),
         ("fedquilt.networks", "mlp", lambda name: registry.build({"name": name})),
-        ("fedquilt.engines", "numpy", lambda name: engines.make(name, 1)),
+        ("fedquilt.engines", "numpy", lambda name: engines.create_engine(name, 1)),
     ],
 )
 def test_a_name_that_hides_one_of_ours_is_refused(
@@ -178,7 +181,7 @@ def test_a_data_set_that_is_none_is_named(install: Install, body: str, said: str
         "fedquilt.data": {"odd": "sets_fl:odd"}
     })  # fmt: skip
     with pytest.raises(DataError, match=rf"data set 'odd' of package sets-fl 1\.0.*{said}"):
-        examples.open_(DataSpec(dataset="odd"))
+        examples.open_split(DataSpec(dataset="odd"))
 
 
 # -- what a board allows --------------------------------------------------------------------------
@@ -188,33 +191,33 @@ def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module
     """`os:system` is a function that every machine has."""
     pytest.importorskip("torch")
     install("mine-fl", {"mine_two.py": METHOD}, {"fedquilt.methods": {"mine": "mine_two:METHOD"}})
-    with plugins.restricted(None):
-        assert plugins.find("method", "mine") is not None
+    with plugins.restrict_plugins_within(None):
+        assert plugins.find_plugin("method", "mine") is not None
         with pytest.raises(ModelError, match="this board allows none of that name"):
             registry.build({"name": "os:system", "command": "true"})
         with pytest.raises(ModelError, match="this board allows none"):
             registry.build({"name": "exits", "of": {"name": "os:system"}, "looks": [], "classes": 2})
-    with plugins.restricted([]):
-        assert plugins.modules() == {}
+    with plugins.restrict_plugins_within([]):
+        assert plugins.plugin_fingerprints() == {}
         with pytest.raises(JobError, match="not allowed here: add 'mine-fl' to `plugins`"):
             methods.load("mine")
-    with plugins.restricted(["mine_two:METHOD"]):
-        assert plugins.find("method", "mine_two:METHOD") is not None
-        assert list(plugins.modules()) == ["plugin mine_two"]
+    with plugins.restrict_plugins_within(["mine_two:METHOD"]):
+        assert plugins.find_plugin("method", "mine_two:METHOD") is not None
+        assert list(plugins.plugin_fingerprints()) == ["plugin mine_two"]
 
 
 def test_the_same_files_give_the_same_proof_and_others_another(install: Install) -> None:
     """Compiled files do not count; a byte of source does; nothing is imported for it."""
     points = {"fedquilt.methods": {"mine": "mine_pkg:METHOD"}}
     site = install("mine-fl", {"mine_pkg/__init__.py": METHOD, "mine_pkg/more.py": "A = 1\n"}, points)
-    before = plugins.needs("method", "mine")
+    before = plugins.required_modules("method", "mine")
     (site / "mine_pkg/__pycache__").mkdir()
     (site / "mine_pkg/__pycache__/more.pyc").write_bytes(b"x")
-    plugins._content.cache_clear()
-    assert plugins.needs("method", "mine") == before
+    plugins._digest_on_path.cache_clear()
+    assert plugins.required_modules("method", "mine") == before
     (site / "mine_pkg/more.py").write_text("A = 2\n")
-    plugins._content.cache_clear()
-    assert plugins.needs("method", "mine") != before
+    plugins._digest_on_path.cache_clear()
+    assert plugins.required_modules("method", "mine") != before
     assert list(before) == ["mine_pkg"]
     assert before["mine_pkg"].startswith("mine-fl 1.0 ")
     assert "mine_pkg" not in sys.modules
@@ -224,21 +227,21 @@ def test_a_long_name_and_version_leave_the_content_of_a_proof_whole(install: Ins
     """A device's message has room for 200 characters of it."""
     name, version = "net-" + "f" * 120, "1.0+" + "0" * 80
     install(name, {"long_fl.py": "A = 1\n"}, {"fedquilt.networks": {"long": "long_fl:net"}}, version)
-    now = plugins.needs("network", "long")
+    now = plugins.required_modules("network", "long")
     assert len(now["long_fl"]) == 200
-    assert now["long_fl"].endswith(f" {plugins.content('long_fl')}")
-    assert plugins.short(now["long_fl"]).startswith("1.0+000")
-    plugins.require_current(now)
+    assert now["long_fl"].endswith(f" {plugins.module_digest('long_fl')}")
+    assert plugins.format_fingerprint(now["long_fl"]).startswith("1.0+000")
+    plugins.require_unchanged_modules(now)
 
 
 def test_a_bundle_of_a_network_that_has_changed_since_is_refused(install: Install) -> None:
     """Both contents are named, and that preparing anew mends it; a package that is not here is the boards' matter."""
     install("net-fl", {"net_fl.py": "A = 1\n"}, {"fedquilt.networks": {"net": "net_fl:net"}})
-    now = plugins.needs("network", "net")
-    plugins.require_current(now)
-    plugins.require_current({"elsewhere_fl": "elsewhere-fl 1.0 abc"})
+    now = plugins.required_modules("network", "net")
+    plugins.require_unchanged_modules(now)
+    plugins.require_unchanged_modules({"elsewhere_fl": "elsewhere-fl 1.0 abc"})
     with pytest.raises(JobError, match=r"package net-fl 0\.9 \(00000000\).*another content here.*fedquilt prepare"):
-        plugins.require_current({"net_fl": f"net-fl 0.9 {'0' * 64}"})
+        plugins.require_unchanged_modules({"net_fl": f"net-fl 0.9 {'0' * 64}"})
 
 
 # -- meters ---------------------------------------------------------------------------------------
@@ -265,10 +268,10 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) 
     """By its entry point, as module:name, or with what it is called with."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     for wanted in ("plug", "plug_fl:Plug", {"name": "plug", "watts": 60.0}):
-        made: Meter = devices.meter(wanted)  # type: ignore[arg-type]
+        made: Meter = devices.create_meter(wanted)  # type: ignore[arg-type]
         assert made.read(0.0).total_w == 60.0
-    with plugins.restricted([]):
-        assert devices.meter("plug").covers == "board"  # the board's own settings name it
+    with plugins.restrict_plugins_within([]):
+        assert devices.create_meter("plug").covers == "board"  # the board's own settings name it
 
 
 @pytest.mark.parametrize(
@@ -284,11 +287,11 @@ def test_a_meter_that_is_none_is_one_sentence(install: Install, wanted: object, 
     """Before the agent starts."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match=said):
-        devices.meter(wanted)  # type: ignore[arg-type]
+        devices.create_meter(wanted)  # type: ignore[arg-type]
 
 
 def test_a_simulated_board_has_no_meter(install: Install) -> None:
     """Its joules are its profile's."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match="is simulated and has no meter"):
-        devices.make("jetson-nano", meter=devices.meter("plug"))
+        devices.create_device("jetson-nano", meter=devices.create_meter("plug"))

@@ -38,7 +38,7 @@ def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
     for second in range(3600):
         clock.now_s = float(second)
         before = out.tell()
-        line.at("work")
+        line.show_status("work")
         if out.tell() > before:
             shown.append(second)
     assert shown[:4] == [QUIET_S, QUIET_S + EVERY_S, QUIET_S + 2 * EVERY_S, QUIET_S + 3 * EVERY_S]
@@ -53,13 +53,13 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, mo
     monkeypatch.setenv("COLUMNS", "20")
     out = Terminal()
     line = Line(out, clock=clock)
-    line.at("one")
-    line.at("two")  # too soon
+    line.show_status("one")
+    line.show_status("two")  # too soon
     clock.now_s += LIVE_S
-    line.at("three, which is longer than the terminal")
-    line.say("stays")
-    line.at("four")
-    line.end()
+    line.show_status("three, which is longer than the terminal")
+    line.print_lines("stays")
+    line.show_status("four")
+    line.end_operation()
     assert out.getvalue() == "\r\x1b[Kone\r\x1b[Kthree, which is lo…\r\x1b[Kstays\n\r\x1b[Kfour\r\x1b[K"
 
 
@@ -67,9 +67,9 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
     """Since the first call: what was done before took none of this time."""
     out = Terminal()
     line = Line(out, clock=clock)
-    line.at("runs", 4, 10)
+    line.show_status("runs", 4, 10)
     clock.now_s += 60
-    line.at("runs", 6, 10)
+    line.show_status("runs", 6, 10)
     told = out.getvalue().split("\r\x1b[K")[1:]
     assert told == ["runs (4 of 10 done)", "runs (6 of 10 done, about 2 min left)"]
 
@@ -78,14 +78,14 @@ def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
     """What came before says nothing of it: neither after the end nor where fewer are done than before."""
     out = Terminal()
     line = Line(out, clock=clock)
-    line.at("runs", 4, 10)
+    line.show_status("runs", 4, 10)
     clock.now_s += 3600
-    line.end()
-    line.at("runs", 5, 10)
+    line.end_operation()
+    line.show_status("runs", 5, 10)
     clock.now_s += 60
-    line.at("runs", 1, 10)
+    line.show_status("runs", 1, 10)
     clock.now_s += 60
-    line.at("runs", 4, 10)
+    line.show_status("runs", 4, 10)
     told = [text for text in out.getvalue().split("\r\x1b[K") if text]
     assert told == [
         "runs (4 of 10 done)",
@@ -100,7 +100,7 @@ def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
     out = Terminal()
     line = Line(out, clock=clock)
     for _ in range(3):
-        line.at("work")
+        line.show_status("work")
         clock.now_s += LIVE_S
     assert out.getvalue() == "\r\x1b[Kwork"
 
@@ -111,7 +111,7 @@ def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:
     line = Line(io.StringIO(), clock=clock)
     for second in range(8):
         clock.now_s = float(second)
-        line.at(lambda: made.append(clock.now_s) or "words")  # type: ignore[func-returns-value]
+        line.show_status(lambda: made.append(clock.now_s) or "words")  # type: ignore[func-returns-value]
     assert made == [QUIET_S]
 
 
@@ -125,14 +125,14 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     before = threading.active_count()
 
     def fail() -> None:
-        with progress.ticking(lambda: line.at("bench: 1 s so far"), 0.001):
+        with progress.call_periodically(lambda: line.show_status("bench: 1 s so far"), 0.001):
             assert shown.wait(120)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert threading.active_count() == before
-    with progress.during("bench", line):
+    with progress.show_progress("bench", line):
         pass
     assert out.getvalue().endswith("\r\x1b[K")
 
@@ -141,17 +141,17 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
     """Nothing of that is left for the work that comes after it."""
     out = Terminal()
     line = Line(out, live=True, clock=(clock := Clock()))
-    with progress.during("preparing", line):
+    with progress.show_progress("preparing", line):
         for number, name in enumerate(("donor a", "donor b", "the files")):
             clock.now_s += 10.0
-            line.part(name, number, 3)
-            line.elapsed("preparing", 0.0)
+            line.set_part(name, number, 3)
+            line.show_elapsed("preparing", 0.0)
     told = [text for text in out.getvalue().split("\r\x1b[K") if text]
     assert any(text.startswith("preparing: donor a, ") and text.endswith(" so far (0 of 3 done)") for text in told)
     assert told[-1].startswith("preparing: the files, ")
     assert told[-1].endswith(" so far (2 of 3 done, about 10 s left)")
     clock.now_s += 10.0
-    line.elapsed("another", 0.0)
+    line.show_elapsed("another", 0.0)
     assert out.getvalue().endswith(" so far")
 
 
@@ -161,5 +161,5 @@ def test_what_is_told_to_have_passed_is_of_the_clock_of_the_line(clock: Clock) -
     line = Line(out, live=True, clock=clock)
     began_s = clock.now_s
     clock.now_s += 90.0
-    line.elapsed("preparing", began_s)
+    line.show_elapsed("preparing", began_s)
     assert out.getvalue() == "\r\x1b[Kpreparing: 90 s so far"

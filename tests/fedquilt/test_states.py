@@ -20,20 +20,20 @@ from fedquilt.core import StoreError
 
 def test_a_nested_state_comes_back_equal_in_every_bit() -> None:
     """Arrays of all kinds in mappings in dataclasses in tuples; scalars; integer keys; a missing array."""
-    assert same_bits(tensors.unpack(tensors.pack(STATE), State), STATE)
+    assert same_bits(tensors.unpack_state(tensors.pack_state(STATE), State), STATE)
 
 
 def test_packing_a_state_twice_gives_the_same_bytes() -> None:
     """Also after it was stored and read: a resumed run continues under the same names."""
-    packed = tensors.pack(STATE)
-    assert tensors.pack(STATE) == packed
-    assert tensors.pack(tensors.unpack(packed, State)) == packed
+    packed = tensors.pack_state(STATE)
+    assert tensors.pack_state(STATE) == packed
+    assert tensors.pack_state(tensors.unpack_state(packed, State)) == packed
 
 
 def test_a_state_of_another_type_is_refused() -> None:
     """After an update of the program, say."""
     with pytest.raises(StoreError, match="not a stored Inner"):
-        tensors.unpack(tensors.pack(STATE), Inner)
+        tensors.unpack_state(tensors.pack_state(STATE), Inner)
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
     """An earlier version wrote it: without its head the network would be another one, and nobody would notice."""
     old = Chose({7: (Chosen("a", np.ones(2)),)})
     with pytest.raises(StoreError, match=r"Chooses\.found\['7'\]\[0\] holds head: .* another version of fedquilt"):
-        tensors.unpack(tensors.pack(old), Chooses)
+        tensors.unpack_state(tensors.pack_state(old), Chooses)
     own = Chooses({7: (Choice("a", 0.5),)})
-    assert tensors.unpack(tensors.pack(own), Chooses) == own
+    assert tensors.unpack_state(tensors.pack_state(own), Chooses) == own
 
 
 def test_a_state_may_not_hold_what_cannot_be_stored() -> None:
     """The method's author is told at once, not at the first restart."""
     with pytest.raises(TypeError, match="may not hold a range"):
-        tensors.pack(State({}, (), {}, range(3)))  # type: ignore[arg-type]
+        tensors.pack_state(State({}, (), {}, range(3)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> Non
         {"lr": np.float32(0.5)},
     )
     assert not isinstance(state.model["seen"], np.ndarray)
-    found = tensors.unpack(tensors.pack(state), Arithmetic)
+    found = tensors.unpack_state(tensors.pack_state(state), Arithmetic)
     for name, array in {**found.model, **found.moments[0], "best": found.best}.items():
         assert isinstance(array, np.ndarray), name
     wanted = {"seen": np.array(7), "gain": np.array(0.2, np.float32), "w": np.ones(2, np.float16)}
@@ -115,7 +115,7 @@ def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> Non
 def test_combined_arrays_without_axes_are_arrays() -> None:
     """numpy returns a scalar for two arrays of shape (); `combine` makes an array of it again."""
     one = {"seen": np.array(3), "gain": np.array(0.5, np.float32)}
-    found = tensors.combine(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
+    found = tensors.map_arrays(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
     assert same_bits(dict(found), {"seen": np.array(4), "gain": np.array(0.5, np.float32)})
 
 
@@ -124,7 +124,7 @@ def test_a_number_where_an_array_is_annotated_is_told_where_it_stands() -> None:
     with pytest.raises(
         TypeError, match=r"State\.layers\[0\]\.weights\['a'\] is annotated as an array and holds a float"
     ):
-        tensors.pack(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))  # type: ignore[dict-item]
+        tensors.pack_state(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))  # type: ignore[dict-item]
 
 
 STATE_JSON = st.recursive(
@@ -136,14 +136,14 @@ STATE_JSON = st.recursive(
 
 def unpacks_or_refuses(payload: bytes) -> None:
     with suppress(StoreError):
-        assert isinstance(tensors.unpack(payload, State), State)
+        assert isinstance(tensors.unpack_state(payload, State), State)
 
 
 @FUZZ
 @given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
 def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[str, Any]) -> None:
     """Any JSON in any field; references to arrays that are not there."""
-    unpacks_or_refuses(tensors.encode({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
+    unpacks_or_refuses(tensors.encode_tensors({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
 
 
 @FUZZ
@@ -151,11 +151,11 @@ def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[s
 def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
     """Noise, and a valid state with a few bytes replaced."""
     unpacks_or_refuses(noise)
-    valid = tensors.pack(STATE)
+    valid = tensors.pack_state(STATE)
     place = data.draw(st.integers(0, len(valid)))
     unpacks_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
 
 
 def test_bottomless_states_give_the_named_error() -> None:
     """Nesting deeper than the interpreter's stack."""
-    unpacks_or_refuses(tensors.encode({}, {"state": "[" * 100_000}))
+    unpacks_or_refuses(tensors.encode_tensors({}, {"state": "[" * 100_000}))

@@ -24,10 +24,10 @@ def heard(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path) -> None:
     """One datagram; without systemd, or with one that is gone, nothing happens."""
     address, read = heard
-    systemd.notify("READY=1", address)
+    systemd.send_notification("READY=1", address)
     assert read() == b"READY=1"
-    systemd.notify("READY=1", str(tmp_path / "gone"))
-    systemd.notify("READY=1", "")
+    systemd.send_notification("READY=1", str(tmp_path / "gone"))
+    systemd.send_notification("READY=1", "")
 
 
 def test_an_abstract_address_is_understood() -> None:
@@ -35,7 +35,7 @@ def test_an_abstract_address_is_understood() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(b"\0fedquilt-test-of-notify")
         line.settimeout(5)
-        systemd.notify("WATCHDOG=1", "@fedquilt-test-of-notify")
+        systemd.send_notification("WATCHDOG=1", "@fedquilt-test-of-notify")
         assert line.recv(100) == b"WATCHDOG=1"
 
 
@@ -120,7 +120,7 @@ def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_p
     with (tmp_path / "journal").open("w") as journal, (tmp_path / "other").open("w") as other:
         found = os.fstat(journal.fileno())
         environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
-        assert systemd.journaled(environ, journal.fileno())
-        assert not systemd.journaled(environ, other.fileno())
-        assert not systemd.journaled({"JOURNAL_STREAM": ""}, journal.fileno())
-        assert not systemd.journaled({}, journal.fileno())
+        assert systemd.is_journal_stream(environ, journal.fileno())
+        assert not systemd.is_journal_stream(environ, other.fileno())
+        assert not systemd.is_journal_stream({"JOURNAL_STREAM": ""}, journal.fileno())
+        assert not systemd.is_journal_stream({}, journal.fileno())

@@ -44,11 +44,14 @@ def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> 
 
 def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
     """A class token and places of three axes belong to the network itself."""
-    assert traced(awkward.network_table("tokens")).convolutions(kinds(traced(awkward.network_table("tokens")))) == set()
+    assert (
+        traced(awkward.network_table("tokens")).convolution_paths(kinds(traced(awkward.network_table("tokens"))))
+        == set()
+    )
     series = traced({"name": "conv1d", "channels": 3, "steps": 20, "classes": 3})
-    found = series.convolutions(kinds(series))
+    found = series.convolution_paths(kinds(series))
     assert found == {entry.module for entry in series.tensors if entry.type == "Conv1d"} != set()
-    assert series.convolutions([]) == set()
+    assert series.convolution_paths([]) == set()
 
 
 def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
@@ -58,7 +61,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
     named.register_buffer("running_var", torch.ones(2))
     named.forward = lambda x: x  # type: ignore[method-assign]
     register = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
-    assert register.running_means() == {"0.running_var": "0.running_mean"}
+    assert register.running_means_by_variance() == {"0.running_var": "0.running_mean"}
 
 
 # -- what a tensor is -----------------------------------------------------------------------------
@@ -67,7 +70,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
 def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
     """Moving averages are buffers that training changes, and their module is a normalisation."""
     register = traced(awkward.network_table("moving_average"))
-    entry = register.entry("2.mean_ema")
+    entry = register.find_entry("2.mean_ema")
     assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
     assert register.parameters_of({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
@@ -77,13 +80,13 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
 def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
     """`waves` never changes; the class token and the places are parameters of the network itself."""
     register = traced(awkward.network_table("tokens"))
-    waves, token = register.entry("waves"), register.entry("class_token")
+    waves, token = register.find_entry("waves"), register.find_entry("class_token")
     assert waves is not None
     assert token is not None
     assert (waves.kind, waves.trained, waves.normalises) == ("buffer", False, False)
     assert (token.kind, token.module) == ("parameter", "")
-    assert register.entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]
-    assert register.entry("attention.out_proj.weight").type == "Linear"  # type: ignore[union-attr]
+    assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]
+    assert register.find_entry("attention.out_proj.weight").type == "Linear"  # type: ignore[union-attr]
 
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
@@ -104,7 +107,7 @@ def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
     shared = traced(awkward.network_table("shared"))
-    assert shared.entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
+    assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
     model = {"2.0.weight": 1, "5.weight": 2}
     assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
 
@@ -129,7 +132,7 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
     """By the order of calls: names do not matter, and one that stands before its layer is a layer of its own."""
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
-    assert found.entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
+    assert found.find_entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
     before = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
     assert before.parameters_by_layer() == {
         "0": ("0.bias", "0.weight"),
@@ -181,9 +184,9 @@ def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
 def head_of(name: str) -> tuple[str | None, list[str]]:
     """The head of torchvision's network, and the linear layers that give its 1000 classes in evaluation mode."""
     quiet = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    from fedquilt.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import import_torchvision
 
-    model = torchvision().models.get_model(name, **quiet)
+    model = import_torchvision().models.get_model(name, **quiet)
     size = {"inception_v3": 299, "vit_b_32": 224}.get(name, 64)
     told = [
         path
@@ -249,11 +252,11 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
     )
     made = [entry for entry in register.tensors if ".parametrizations." in entry.name]
     assert made
-    assert {(entry.module, entry.layer, entry.leaf, entry.type, entry.normalises) for entry in made} == {
+    assert {(entry.module, entry.layer, entry.name_in_module, entry.type, entry.normalises) for entry in made} == {
         ("2", "2", "weight", "Linear", False)
     }
     assert register.classifier() == "2"
-    assert register.weights()["2"].startswith("2.parametrizations.weight.original")
+    assert register.weights_by_module()["2"].startswith("2.parametrizations.weight.original")
     with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
         register.require_plain_weight("2")
     register.require_plain_weight("0")

@@ -27,7 +27,7 @@ from fedquilt.methods import fedavg
 def test_arithmetic_goes_name_by_name_and_gives_new_arrays() -> None:
     """Small numbers, checked by hand; changing a result changes nobody's input."""
     a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([10.0, 20.0])}
-    total = tensors.combine(np.add, a, b)
+    total = tensors.map_arrays(np.add, a, b)
     assert total["w"].tolist() == [11.0, 22.0]
     total["w"][0] = 99.0
     assert (a["w"].tolist(), b["w"].tolist()) == ([1.0, 2.0], [10.0, 20.0])
@@ -37,20 +37,20 @@ def test_arithmetic_goes_name_by_name_and_gives_new_arrays() -> None:
 def test_unlike_tensors_are_told_apart_by_name() -> None:
     """The error names which tensor, and how it differs."""
     wanted = {"w": np.zeros((2, 3)), "b": np.zeros(3)}
-    tensors.require_like(wanted, wanted)
+    tensors.require_matching(wanted, wanted)
     with pytest.raises(UpdateError, match="tensor names differ: b, c"):
-        tensors.require_like({"w": np.zeros((2, 3)), "c": np.zeros(3)}, wanted)
+        tensors.require_matching({"w": np.zeros((2, 3)), "c": np.zeros(3)}, wanted)
     with pytest.raises(UpdateError, match=r"tensor 'w' has shape \(3, 2\), expected \(2, 3\)"):
-        tensors.require_like({"w": np.zeros((3, 2)), "b": np.zeros(3)}, wanted)
+        tensors.require_matching({"w": np.zeros((3, 2)), "b": np.zeros(3)}, wanted)
     with pytest.raises(UpdateError, match="tensor 'b' holds 2 values that are not finite"):
-        tensors.require_like({"w": np.zeros((2, 3)), "b": np.array([np.nan, 0, -np.inf])}, wanted)
+        tensors.require_matching({"w": np.zeros((2, 3)), "b": np.array([np.nan, 0, -np.inf])}, wanted)
 
 
 def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> None:
     """A float's square has to fit its type, a counter runs from 0 to 2^53; at the bounds it passes."""
     wanted = {"w": tensors.Shaped((2,), np.dtype(np.float32)), "n": np.zeros((), np.int64)}
     good = {"w": np.array([-1.8e19, 1.8e19], np.float32), "n": np.array(2**53)}
-    tensors.require_same(good, wanted)
+    tensors.require_addable(good, wanted)
     bad: list[tuple[str, np.ndarray, str]] = [
         ("w", np.zeros(2), "tensor 'w' is float64, expected float32"),
         ("w", np.array([0, 1.9e19], np.float32), "tensor 'w' holds numbers from 0 to 1.9e"),
@@ -61,7 +61,7 @@ def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> No
     ]
     for name, array, said in bad:
         with pytest.raises(UpdateError, match=re.escape(said)):
-            tensors.require_same({**good, name: array}, wanted)
+            tensors.require_addable({**good, name: array}, wanted)
 
 
 def test_integers_are_always_finite() -> None:
@@ -71,9 +71,9 @@ def test_integers_are_always_finite() -> None:
 
 def test_a_generator_is_named_by_its_keys() -> None:
     """Same keys, same numbers; another round, others. The first number is the same on every machine."""
-    assert tensors.rng(1, "job", 2).random() == tensors.rng(1, "job", 2).random()
-    assert tensors.rng(1, "job", 2).random() != tensors.rng(1, "job", 3).random()
-    assert tensors.rng("12", 3).integers(1000) != tensors.rng("1", 23).integers(1000)
+    assert tensors.seeded_rng(1, "job", 2).random() == tensors.seeded_rng(1, "job", 2).random()
+    assert tensors.seeded_rng(1, "job", 2).random() != tensors.seeded_rng(1, "job", 3).random()
+    assert tensors.seeded_rng("12", 3).integers(1000) != tensors.seeded_rng("1", 23).integers(1000)
 
 
 # -- bytes --
@@ -82,9 +82,9 @@ def test_a_generator_is_named_by_its_keys() -> None:
 def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
     """So that they have one sha256, and are sent and stored once."""
     a, b = np.arange(6.0).reshape(2, 3), np.array([1, 2], np.int32)
-    one = tensors.encode({"a": a, "b": b})
-    assert tensors.encode({"b": b.copy(), "a": a.T.copy().T}) == one
-    assert all(tensors.encode({"b": b, "a": a}) == one for _ in range(10))
+    one = tensors.encode_tensors({"a": a, "b": b})
+    assert tensors.encode_tensors({"b": b.copy(), "a": a.T.copy().T}) == one
+    assert all(tensors.encode_tensors({"b": b, "a": a}) == one for _ in range(10))
 
 
 @pytest.mark.parametrize(
@@ -102,27 +102,27 @@ def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_: dict[str
     plain = {name: np.asarray(array, order="C") for name, array in given_.items()}
     for _ in range(3):
         plain = {name: np.asarray(array + array, array.dtype) for name, array in plain.items()}
-        payload = tensors.encode(plain)
+        payload = tensors.encode_tensors(plain)
         assert payload == safetensors.numpy.save({name: plain[name] for name in sorted(plain)})
-        back = tensors.decode(payload)
+        back = tensors.decode_tensors(payload)
         assert same_bits(back, dict(sorted(safetensors.numpy.load(payload).items())))
         for array in back.values():
             array[...] = 0
-        assert same_bits(tensors.decode(payload), dict(sorted(safetensors.numpy.load(payload).items())))
+        assert same_bits(tensors.decode_tensors(payload), dict(sorted(safetensors.numpy.load(payload).items())))
 
 
 def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused() -> None:
-    payload = tensors.encode({"w": np.ones(4, np.float32)})
-    assert tensors.decode(payload)["w"].tolist() == [1, 1, 1, 1]
+    payload = tensors.encode_tensors({"w": np.ones(4, np.float32)})
+    assert tensors.decode_tensors(payload)["w"].tolist() == [1, 1, 1, 1]
     for damaged in (payload[:-1], payload + b"x", payload[:-16]):
         with pytest.raises(UpdateError, match="not a safetensors blob"):
-            tensors.decode(damaged)
+            tensors.decode_tensors(damaged)
 
 
 def test_few_of_many_headers_are_kept() -> None:
     """Blobs of any number of shapes come back, and what is known of them does not grow with their number."""
     for size in range(3 * tensors.LAYOUTS_MOST):
-        assert tensors.decode(tensors.encode({"w": np.ones(size)}))["w"].shape == (size,)
+        assert tensors.decode_tensors(tensors.encode_tensors({"w": np.ones(size)}))["w"].shape == (size,)
     assert len(tensors._heads) <= tensors.LAYOUTS_MOST
     assert len(tensors._layouts) <= tensors.LAYOUTS_MOST
 
@@ -130,7 +130,7 @@ def test_few_of_many_headers_are_kept() -> None:
 def test_tensors_come_back_with_their_type_and_shape() -> None:
     """Also a single number, nothing at all, and big-endian input."""
     given_ = {**STATE.model, "big": np.array([1, 258], ">i4")}
-    back = tensors.decode(tensors.encode(given_))
+    back = tensors.decode_tensors(tensors.encode_tensors(given_))
     assert back.keys() == given_.keys()
     assert back["seen"].shape == ()
     assert back["none"].shape == (0, 3)
@@ -141,15 +141,15 @@ def test_tensors_come_back_with_their_type_and_shape() -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Absent: the store's fault. Not safetensors: the update's."""
     with pytest.raises(StoreError, match="gone"):
-        tensors.read(tmp_path / "gone")
+        tensors.read_tensors(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"odd")
     with pytest.raises(UpdateError, match="not a safetensors blob"):
-        tensors.read(tmp_path / "odd")
+        tensors.read_tensors(tmp_path / "odd")
 
 
 def decodes_or_refuses(payload: bytes) -> None:
     with suppress(UpdateError):
-        assert isinstance(tensors.decode(payload), dict)
+        assert isinstance(tensors.decode_tensors(payload), dict)
 
 
 @FUZZ
@@ -157,7 +157,7 @@ def decodes_or_refuses(payload: bytes) -> None:
 def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
     """Noise; and a valid blob with a few bytes replaced, or cut short."""
     decodes_or_refuses(noise)
-    valid = tensors.encode(STATE.model)
+    valid = tensors.encode_tensors(STATE.model)
     place = data.draw(st.integers(0, len(valid)))
     decodes_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
     decodes_or_refuses(valid[:place])
@@ -196,7 +196,7 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> Non
         "count": np.array([7]),
         "double": np.ones(2),
     }
-    tensor_files.write(tmp_path / "file", given)
+    tensor_files.write_safetensors(tmp_path / "file", given)
     found = tensor_files.Floats(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
@@ -227,7 +227,7 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
     """A file that ends early, and one that is gone."""
     path = tmp_path / "file"
-    tensor_files.write(path, {"w": np.ones(9, np.float32)})
+    tensor_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
     found = tensor_files.Floats(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
@@ -250,8 +250,8 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
-    tensor_files.write(tmp_path / "file", given, metadata)
-    assert (tmp_path / "file").read_bytes() == tensors.encode(given, metadata)
+    tensor_files.write_safetensors(tmp_path / "file", given, metadata)
+    assert (tmp_path / "file").read_bytes() == tensors.encode_tensors(given, metadata)
     found = tensor_files.Stored(tmp_path / "file")
     assert list(found) == sorted(given)
     for name in [*given, *given]:
@@ -262,10 +262,10 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
 def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None:
     """And is read back piece by piece; another file is refused by name."""
     path = tmp_path / "state"
-    tensor_files.write(path, *tensors.parts(KEPT))
-    assert path.read_bytes() == tensors.pack(KEPT)
-    assert tensors.pack(tensor_files.read_state(path, fedavg.State)) == tensors.pack(KEPT)
-    tensor_files.write(path, {"w": np.ones(2)})
+    tensor_files.write_safetensors(path, *tensors.split_state(KEPT))
+    assert path.read_bytes() == tensors.pack_state(KEPT)
+    assert tensors.pack_state(tensor_files.read_state(path, fedavg.State)) == tensors.pack_state(KEPT)
+    tensor_files.write_safetensors(path, {"w": np.ones(2)})
     with pytest.raises(StoreError, match="not a stored State"):
         tensor_files.read_state(path, fedavg.State)
     path.write_bytes(b"x")
@@ -284,12 +284,12 @@ def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes() -> None:
 def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator's worker decodes beside its loop; a blob that either could not read would be refused."""
     monkeypatch.setattr(tensors, "LAYOUTS_MOST", 1)
-    blobs = [tensors.encode({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]
+    blobs = [tensors.encode_tensors({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(tensors.decode, blobs * 300)
+            found = pool.map(tensors.decode_tensors, blobs * 300)
             assert {next(iter(each)) for each in found} == {f"w{number}" for number in range(40)}
     finally:
         sys.setswitchinterval(before)

@@ -32,32 +32,32 @@ def device(budget_bytes: int, *engines: str) -> Profile:
 )
 def test_a_tier_is_the_largest_that_the_budget_reaches(budget_bytes: int, name: str) -> None:
     """The budget for a task counts, not the board's memory, which is twice that here."""
-    assert tiers.tier(device(budget_bytes)) == name
+    assert tiers.tier_from_profile(device(budget_bytes)) == name
 
 
 def test_a_device_that_has_not_said_what_it_is_has_no_tier() -> None:
     """Unknown is not small."""
-    assert tiers.tier(None) == ""
+    assert tiers.tier_from_profile(None) == ""
 
 
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine() -> None:
     """1 GB less torch at work."""
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
-    assert tiers.fits(device(GB), "torch", Work(peak_bytes=room))
-    assert not tiers.fits(device(GB), "torch", Work(peak_bytes=room + 1))
+    assert tiers.fits_budget(device(GB), "torch", Work(peak_bytes=room))
+    assert not tiers.fits_budget(device(GB), "torch", Work(peak_bytes=room + 1))
 
 
 def test_coverage_counts_devices_and_examples_by_tier() -> None:
     """1.5 GB of training: of ten devices in the paper's shares, those with 2 GB and more, 7 of 10."""
     fleet = [Member(device(size * GB), examples=10 * size) for size in (1, 1, 1, 2, 2, 2, 4, 4, 4, 8)]
-    found = tiers.coverage(fleet, ["torch"], Work(peak_bytes=1500 * MB))
+    found = tiers.tier_coverage(fleet, ["torch"], Work(peak_bytes=1500 * MB))
     assert found == {
         "1GB": Share(3, 0, 30, 0),
         "2GB": Share(3, 3, 60, 60),
         "4GB": Share(3, 3, 120, 120),
         "8GB": Share(1, 1, 80, 80),
     }
-    told = tiers.lines(found, Work(peak_bytes=1500 * MB))
+    told = tiers.format_coverage(found, Work(peak_bytes=1500 * MB))
     assert told[0] == "could take part (1.5 GB beside the engine): 7 of 10 devices, 260 of 290 examples"
     assert told[1] == "  1GB: 0 of 3 devices, 0 of 30 examples"
     assert len(told) == 5
@@ -67,28 +67,28 @@ def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits() -> None
     """Torch with the work is too much for it, onnx is not; a device with neither cannot, whatever its budget."""
     work = Work(peak_bytes=400 * MB)
     small = Member(device(500 * MB))
-    assert tiers.coverage([small], ["torch"], work)["under 1GB"].able == 0
-    assert tiers.coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
-    assert tiers.coverage([Member(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
+    assert tiers.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0
+    assert tiers.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
+    assert tiers.tier_coverage([Member(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
 
 
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such() -> None:
     """They count as devices, and not as 0 examples; where nobody has said, nothing is said of examples."""
     known, unknown = Member(device(GB), 7), Member(device(GB))
     work = Work(peak_bytes=MB)
-    told = tiers.lines(tiers.coverage([known, unknown], ["onnx"], work), work)
+    told = tiers.format_coverage(tiers.tier_coverage([known, unknown], ["onnx"], work), work)
     assert told == [
         "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not said how many)"
     ]
-    assert tiers.lines(tiers.coverage([unknown], ["onnx"], Work()), Work()) == [
+    assert tiers.format_coverage(tiers.tier_coverage([unknown], ["onnx"], Work()), Work()) == [
         "could take part (no more than the engine): 1 of 1 devices"
     ]
 
 
 def test_an_empty_fleet_covers_nothing() -> None:
     """And says nothing."""
-    assert tiers.coverage([], ["onnx"], Work()) == {}
-    assert tiers.lines({}, Work()) == []
+    assert tiers.tier_coverage([], ["onnx"], Work()) == {}
+    assert tiers.format_coverage({}, Work()) == []
 
 
 def test_the_papers_shares_are_all_of_a_fleet() -> None:

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.torchvision_compat import torchvision
+from fedquilt.torchvision_compat import import_torchvision
 
 WHOLE_USE = """
-from fedquilt.torchvision_compat import torchvision
-vision = torchvision()
+from fedquilt.torchvision_compat import import_torchvision
+vision = import_torchvision()
 from torchvision import datasets, models, transforms
 import torch
-assert torchvision() is vision
+assert import_torchvision() is vision
 assert models.squeezenet1_1(weights=None).eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 """
 
@@ -34,7 +34,7 @@ def test_an_absent_torchvision_names_the_mend():
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     with pytest.raises(ModelError, match=r"torchvision is not installed: pip install 'fedquilt\[train\]'"):
-        torchvision(load)
+        import_torchvision(load)
 
 
 def test_any_other_failure_comes_through():
@@ -44,4 +44,4 @@ def test_any_other_failure_comes_through():
         raise RuntimeError("compiled with different CUDA major versions")
 
     with pytest.raises(RuntimeError, match="different CUDA major versions"):
-        torchvision(load)
+        import_torchvision(load)

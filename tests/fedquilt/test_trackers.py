@@ -143,19 +143,19 @@ def test_the_command_tells_a_tracker_of_a_run_while_it_follows_it(
     """Round by round, as facts come into the log of a coordinator that serves the home; then the end."""
     whole = fq.simulate(job(), home=tmp_path / "whole")
     with Store(whole.home) as store:
-        row, facts = store.job(whole.id), [fact for _, _, fact in store.facts(whole.id)]
+        row, facts = store.find_job(whole.id), [fact for _, _, fact in store.read_events(whole.id)]
     heard = Heard()
     monkeypatch.setitem(tracking.NAMED, "heard", lambda where: heard)
     seen: list[int] = []  # how much the tracker had heard when the coordinator went on
     with Store(tmp_path / "runs") as served:
-        assert served.lock()
-        run = served.add(row.job, row.bundle)
+        assert served.acquire_lock()
+        run = served.add_job(row.job, row.bundle)
         served.set_status(run, "running")
 
         def go_on(seconds: float) -> None:
             seen.append(len(heard.said))
             for fact in facts[:4]:
-                served.append(run, fact)
+                served.append_event(run, fact)
             del facts[:4]
             if not facts:
                 served.set_status(run, "done")
@@ -192,8 +192,8 @@ def test_the_command_says_which_trackers_there_are(tmp_path: Path, capsys: pytes
 
 def test_what_is_not_known_is_not_logged() -> None:
     """None is no number; a job's tables become one level."""
-    assert trackers.numbers({"round": 3, "accuracy": 0.5, "joules": None}) == {"accuracy": 0.5}
-    assert trackers.flat({"a": 1, "cohort": {"size": 5}}) == {"a": 1, "cohort.size": 5}
+    assert trackers.known_values({"round": 3, "accuracy": 0.5, "joules": None}) == {"accuracy": 0.5}
+    assert trackers.flatten_table({"a": 1, "cohort": {"size": 5}}) == {"a": 1, "cohort.size": 5}
 
 
 @pytest.mark.parametrize(("make", "module"), [("TensorBoard", "tensorboard"), ("MLflow", "mlflow"), ("WandB", "wandb")])

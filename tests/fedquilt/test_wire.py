@@ -180,27 +180,27 @@ def test_a_bottomless_message_gives_the_named_error() -> None:
 TOPICS = wire.Topics("lab")
 BUILT = [
     (TOPICS.coord, "coord", "", ""),
-    (TOPICS.job("digits-1"), "round", "", ""),
-    (TOPICS.device("tx2-1", "up", "presence"), "presence", "tx2-1", "up"),
-    (TOPICS.device("tx2-1", "dn", "task"), "task", "tx2-1", "dn"),
-    (TOPICS.device("tx2-1", "dn", "presence"), "presence", "tx2-1", "dn"),
-    (TOPICS.device("tx2-1", "dn", "blob/get"), "get", "tx2-1", "dn"),
-    (TOPICS.blob("tx2-1", "up", SHA, "manifest"), "manifest", "tx2-1", "up"),
-    (TOPICS.blob("tx2-1", "dn", SHA, "missing"), "missing", "tx2-1", "dn"),
-    (TOPICS.chunk("tx2-1", "dn", SHA, 12), "chunk", "tx2-1", "dn"),
+    (TOPICS.round_topic("digits-1"), "round", "", ""),
+    (TOPICS.device_topic("tx2-1", "up", "presence"), "presence", "tx2-1", "up"),
+    (TOPICS.device_topic("tx2-1", "dn", "task"), "task", "tx2-1", "dn"),
+    (TOPICS.device_topic("tx2-1", "dn", "presence"), "presence", "tx2-1", "dn"),
+    (TOPICS.device_topic("tx2-1", "dn", "blob/get"), "get", "tx2-1", "dn"),
+    (TOPICS.blob_topic("tx2-1", "up", SHA, "manifest"), "manifest", "tx2-1", "up"),
+    (TOPICS.blob_topic("tx2-1", "dn", SHA, "missing"), "missing", "tx2-1", "dn"),
+    (TOPICS.chunk_topic("tx2-1", "dn", SHA, 12), "chunk", "tx2-1", "dn"),
 ]
 
 
 @pytest.mark.parametrize(("topic", "leaf", "device", "direction"), BUILT)
 def test_every_topic_that_is_built_is_understood(topic: str, leaf: str, device: str, direction: str) -> None:
     """route() undoes Topics."""
-    route = wire.route(topic)
+    route = wire.parse_topic(topic)
     assert (route.leaf, route.device, route.direction) == (leaf, device, direction)
 
 
 def test_a_chunk_is_named_by_its_topic_alone() -> None:
     """Its payload is raw bytes, so blob and index come from the topic."""
-    route = wire.route(TOPICS.chunk("tx2-1", "dn", SHA, 12))
+    route = wire.parse_topic(TOPICS.chunk_topic("tx2-1", "dn", SHA, 12))
     assert (route.sha256, route.index, route.kind) == (SHA, 12, None)
 
 
@@ -223,7 +223,7 @@ def test_a_chunk_is_named_by_its_topic_alone() -> None:
 def test_what_is_no_topic_of_ours_is_refused(topic: str) -> None:
     """Other versions, wrong directions, names that no device may have."""
     with pytest.raises(WireError, match="not a topic"):
-        wire.route(topic)
+        wire.parse_topic(topic)
 
 
 @FUZZ
@@ -233,9 +233,9 @@ def test_arbitrary_and_mutated_topics_give_only_the_named_error(topic: str, text
     place = data.draw(st.integers(0, len(topic)))
     for candidate in (text, topic[:place] + text + topic[place:], topic[:place] + text):
         with suppress(WireError):
-            assert isinstance(wire.route(candidate), wire.Route)
+            assert isinstance(wire.parse_topic(candidate), wire.Route)
 
 
 def test_a_device_subscribes_to_its_own_branch_only() -> None:
     """What an access control list would allow it."""
-    assert TOPICS.for_device("tx2-1") == ("fq/1/lab/dev/tx2-1/dn/#", "fq/1/lab/coord/state")
+    assert TOPICS.device_filters("tx2-1") == ("fq/1/lab/dev/tx2-1/dn/#", "fq/1/lab/coord/state")

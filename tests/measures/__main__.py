@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="store the counts")
     given = parser.parse_args()
     counts = count_all()
-    stored = config.read(STORED)["counts"] if STORED.exists() else {}
+    stored = config.read_toml(STORED)["counts"] if STORED.exists() else {}
     risen = {name for name, count in counts.items() if count > stored.get(name, count)}
     for name, count in counts.items():
         print(f"{count:8,}  {name}" + (f" (at most {stored[name]:,})" if name in risen else ""))

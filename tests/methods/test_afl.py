@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError, soundness
+from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError, accumulator_check
 from fedquilt.data import inputs
 from fedquilt.methods.afl import METHOD, Params, State
 from fedquilt.models.stitching import class_moments, joint_head, stitched
 from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.testing.toys import build, members, play
+from fedquilt.testing.toys import build_donors, image_members, run_method
 from fedquilt.tools.simulation import Member
 
-POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in members()]) for part in ("x", "y")))
+POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in image_members()]) for part in ("x", "y")))
 PATHS = {"ash": ("ash.0", "ash.1", "ash.2"), "elm": ("elm.0", "elm.1")}
 
 
 def played(devices: list[Member] | None = None, *, rounds: int = 100, cohort: int = 0, **params: Any) -> list[State]:
-    bundle, runner = build()
-    members_ = members() if devices is None else devices
+    bundle, runner = build_donors()
+    members_ = image_members() if devices is None else devices
     table = {"cohort": {"size": cohort}}
-    return play("afl", bundle, members_, params, engine=runner, method=METHOD, seed=3, rounds=rounds, **table)
+    return run_method("afl", bundle, members_, params, engine=runner, method=METHOD, seed=3, rounds=rounds, **table)
 
 
 def features(x: np.ndarray, path: tuple[str, ...] = PATHS["ash"]) -> np.ndarray:
     """Pooled last maps of a donor's body, float32 as the devices hold them."""
-    bundle, runner = build()
-    maps = inputs.prepare(x, bundle.meta["input"])
+    bundle, runner = build_donors()
+    maps = inputs.prepare_inputs(x, bundle.meta["input"])
     for name in path:
         maps = runner.run(Path(f"{name}.onnx"), maps)
-    return np.asarray(stitched.gap(maps).astype(np.float32).astype(np.float64))
+    return np.asarray(stitched.global_average_pool(maps).astype(np.float32).astype(np.float64))
 
 
 def central(z: np.ndarray, y: np.ndarray, ridge: float) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_the_papers_aggregation_gives_the_same() -> None:
     """Local solutions with gamma, merged pairwise, and gamma taken off again, in float64 by its formulas."""
     *_, last = played()
     gamma, solved, inner = 1.0, [], []
-    for each in members():
+    for each in image_members():
         z = features(each.train.x)
         inner.append(z.T @ z + gamma * np.eye(z.shape[1]))
         solved.append(np.linalg.solve(inner[-1], z.T @ np.eye(3)[each.train.y]))
@@ -125,11 +125,11 @@ def test_random_features_are_in_the_result() -> None:
     """Scores by the artefact alone are those of ridge on the drawn features, behind the ReLU."""
     *_, last = played(random_features=20, ridge=1e-3)
     found = METHOD.result(last)
-    bundle, runner = build()
-    x = inputs.prepare(POOLED.x, found.meta["input"])
+    bundle, runner = build_donors()
+    x = inputs.prepare_inputs(POOLED.x, found.meta["input"])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     network = stitched.from_artefact(found.meta, found.tensors)
-    scores = stitched.classify(network, stitched.stock(bundle.meta).blocks, run, x)
+    scores = stitched.classify(network, stitched.load_donor_pool(bundle.meta).blocks, run, x)
     assert network.head is not None
     drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
     np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
@@ -142,9 +142,11 @@ def test_rounds_hear_each_device_once() -> None:
     several = played(ridge=1e-3, rounds=100, cohort=1)
     assert len(several) == 2
     assert len(several[-1].heard) == 1
-    bundle, runner = build()
+    bundle, runner = build_donors()
     table: dict[str, Any] = {"cohort": {"size": 1}, "rounds": 100}
-    run = play("afl", bundle, members(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table)
+    run = run_method(
+        "afl", bundle, image_members(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table
+    )
     assert METHOD.done(run[-1])
     assert len(run[-1].heard) == 4
     np.testing.assert_allclose(run[-1].head["weights"], whole.head["weights"], atol=1e-6)
@@ -157,7 +159,7 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
     """The log names it, and its score is below every other's."""
     some = [
         replace(each, train=Examples(each.train.x[each.train.y != 1], each.train.y[each.train.y != 1]))
-        for each in members()
+        for each in image_members()
     ]
     *_, last = played(some, ridge=1e-3)
     assert any("nobody has examples of b" in line for line in METHOD.explain(last))
@@ -168,13 +170,13 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
 
 def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
-    bundle, _ = build()
-    state, sound = METHOD.init(bundle, Params(), 0), soundness(METHOD.fold)
-    part = class_moments.to_tensors(class_moments.part(features(POOLED.x), POOLED.y, 3), exact=True)
+    bundle, _ = build_donors()
+    state, sound = METHOD.init(bundle, Params(), 0), accumulator_check(METHOD.fold)
+    part = class_moments.to_tensors(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     assert sound is not None
     held = Gathering(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
-    for total in (held, held.added()):
+    for total in (held, held.sum_parts()):
         sound(state, total, n)
         with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
             sound(state, total, 1.0)
@@ -185,21 +187,21 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
         sound(state, replace(held, devices={"a": 1, "b": 1}), n)
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
-        sound(state, replace(held, sums=held.added().sums), n)
+        sound(state, replace(held, sums=held.sum_parts().sums), n)
     with pytest.raises(UpdateError, match="positive semi-definite"):
         sound(state, replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), n)
-    large = held.added()
-    large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].value()).max()
+    large = held.sum_parts()
+    large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].rounded_value()).max()
     with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
         sound(state, large, n)
-    negative = held.added()
+    negative = held.sum_parts()
     negative.sums["second.0"].limbs[0][0, 0] = -1.0
     with pytest.raises(UpdateError, match="a negative square"):
         sound(state, negative, n)
     few = {name: each for name, each in negative.sums.items() if name != "totals"}
     with pytest.raises(UpdateError, match="names of sums differ: totals"):
         sound(state, replace(negative, sums=few), n)
-    odd = held.added()
+    odd = held.sum_parts()
     odd.sums["counts"].limbs[0][:2] += (0.5, -0.5)
     with pytest.raises(UpdateError, match="negative, or not whole"):
         sound(state, odd, n)
@@ -207,7 +209,7 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
 
 def test_what_cannot_begin_or_be_folded_says_why() -> None:
     """No such donor, two ways to a ridge, nobody heard; an update of another round, or with moments that cannot be."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     with pytest.raises(JobError, match="no donor 'oak'; it has ash, elm, fir"):
         METHOD.init(bundle, Params(donor="oak"), 0)
     with pytest.raises(JobError, match="gcv = true chooses the ridge"):
@@ -215,7 +217,7 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     state = METHOD.init(bundle, Params(), 0)
     with pytest.raises(ModelError, match="no device has sent"):
         METHOD.result(state)
-    part = class_moments.part(features(POOLED.x), POOLED.y, 3)
+    part = class_moments.device_moments(features(POOLED.x), POOLED.y, 3)
     good = Contribution(
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
     )

@@ -168,7 +168,7 @@ PREPARED = [
         marks=() if network == "tied" or (name, network) in QUICK else pytest.mark.nightly,
         id=f"{name}-{network}",
     )
-    for name in methods.names()
+    for name in methods.builtin_names()
     if "torch" in methods.load(name).engines
     for network in awkward.NETWORKS
 ]
@@ -181,7 +181,7 @@ def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared
 ) -> None:
     """A dry run of its rounds, export and reload; or a refusal by a module, a tensor or an operation."""
     more = {"encoder": 0.0} if name == "fedlps" else {}
-    job = settings.parse({"name": "awkward", "method": name, "model": table_of(network), "params": more})
+    job = settings.parse_job({"name": "awkward", "method": name, "model": table_of(network), "params": more})
     if reason := REFUSED.get(name, {}).get(network):
         with pytest.raises(ModelError, match=re.escape(reason)):
             prepare.prepare_and_check(job, tmp_path)

@@ -8,9 +8,9 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView
-from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.edge_agent.settings import parse_size
 from fedquilt.testing import conformance
-from fedquilt.testing.scenes import MIXED, NETWORKS, Skipped, by_memory, profile, scene
+from fedquilt.testing.scenes import MIXED, NETWORKS, Skipped, depends_on_memory, device_profile, make_scene
 
 # What `Method.keeps` names takes so much here for each device: FedPeWS has two bytes for each of the toy network's 5
 # neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and head 424; a
@@ -24,8 +24,8 @@ UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt
     *((name, "gru") for name in CUT),
 }
 
-NAMES = [*methods.names(), *(f"{name}{MIXED}" for name in methods.names() if by_memory(name))]
-GROWS = conformance.what_a_round_adds_up_does_not_grow_with_its_devices
+NAMES = [*methods.builtin_names(), *(f"{name}{MIXED}" for name in methods.builtin_names() if depends_on_memory(name))]
+GROWS = conformance.accumulator_does_not_grow
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +40,7 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
 
 def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
     """So that `fedquilt conformance` does not hold it against the method; one that says nothing has to keep nothing."""
-    assert {name for name in methods.names() if methods.load(name).keeps} == FOR_EACH_BYTES.keys()
+    assert {name for name in methods.builtin_names() if methods.load(name).keeps} == FOR_EACH_BYTES.keys()
     with pytest.raises(Skipped, match="by its own account a round keeps whole models"):
         GROWS("robust")
 
@@ -48,7 +48,7 @@ def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
 # in `make test` the common network, one more in turn, and those that the method refuses
 RUNS = [
     pytest.param(name, network, marks=() if here else pytest.mark.nightly, id=f"{name}-{network}")
-    for row, name in enumerate(methods.names())
+    for row, name in enumerate(methods.builtin_names())
     for column, network in enumerate(NETWORKS)
     for here in [network == "batch norm" or (name, network) in UNFIT or column == row % len(NETWORKS)]
 ]
@@ -58,9 +58,7 @@ RUNS = [
 def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) -> None:
     """In type and shape; a method refuses a network if and only if UNFIT says so."""
     try:
-        conformance.a_run_on_any_network_goes_on_from_the_store_in_type_and_shape(
-            name, network, unfit=(name, network) in UNFIT
-        )
+        conformance.run_works_on_network(name, network, unfit=(name, network) in UNFIT)
     except Skipped as reason:
         pytest.skip(str(reason))
 
@@ -69,9 +67,11 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
     """Of the network of three stages each tier gets another part, by width and by depth."""
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
-        here = scene(f"{name}{MIXED}")
+        here = make_scene(f"{name}{MIXED}")
         state = here.method.init(here.bundle, here.params, 0)
-        orders = [here.method.send(state, DeviceView("a", profile(size_bytes(budget)))) for budget in here.budgets]
+        orders = [
+            here.method.send(state, DeviceView("a", device_profile(parse_size(budget)))) for budget in here.budgets
+        ]
         sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
         assert sizes == sorted(sizes), name
         assert sizes[0] < sizes[-1]

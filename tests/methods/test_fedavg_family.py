@@ -14,7 +14,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
-from fedquilt.testing.toys import MLP, learners, toy_bundle
+from fedquilt.testing.toys import MLP, point_members, toy_bundle
 from fedquilt.tools.simulation import Member
 
 
@@ -61,9 +61,11 @@ def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(
     name: str, params: dict[str, Any], fit: dict[str, Any]
 ) -> None:
     """Over three rounds; FedBN as this network has no batch norm."""
-    members = learners(3, examples=13)
+    members = point_members(3, examples=13)
     ours, theirs = play(name, devices=members, **params, **fit), play("fedavg", devices=members, **fit)
-    assert [tensors.encode(state.model) for state in ours] == [tensors.encode(state.model) for state in theirs]
+    assert [tensors.encode_tensors(state.model) for state in ours] == [
+        tensors.encode_tensors(state.model) for state in theirs
+    ]
     assert not same_bits(ours[0].model, ours[-1].model)
 
 
@@ -77,7 +79,9 @@ def test_scaffold_with_zero_variates_is_fedavg_bit_for_bit() -> None:
 def test_moon_without_contrast_is_fedavg_bit_for_bit() -> None:
     """mu = 0 with the contrastive forward passes taken all the same; with mu = 1 the second round differs."""
     none, some, plain = play("moon", torch_one(), mu=0.0), play("moon", torch_one()), play("fedavg", torch_one())
-    assert [tensors.encode(state.model) for state in none] == [tensors.encode(state.model) for state in plain]
+    assert [tensors.encode_tensors(state.model) for state in none] == [
+        tensors.encode_tensors(state.model) for state in plain
+    ]
     assert same_bits(some[1].model, plain[1].model)
     assert not same_bits(some[2].model, plain[2].model)
 
@@ -91,7 +95,7 @@ def test_fednova_with_equal_steps_is_fedavg() -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     """A decay of 1/2 makes 0.1, 0.05, 0.025."""
-    assert [fedavg.rate_of({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
+    assert [fedavg.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
 
 
 # -- SCAFFOLD -------------------------------------------------------------------------------------
@@ -121,12 +125,12 @@ def test_scaffold_survives_a_resume_at_every_round() -> None:
     bundle, members = quadratics(*TWO)
 
     def stored(state: Any, total: Any) -> Any:
-        return scaffold.step(tensors.unpack(tensors.pack(state), scaffold.State), total)
+        return scaffold.step(tensors.unpack_state(tensors.pack_state(state), scaffold.State), total)
 
     whole = play("scaffold", Quadratics(), bundle, members, rounds=20, **QUADRATIC)
     double = replace(scaffold.METHOD, step=stored)
     again = play("scaffold", Quadratics(), bundle, members, rounds=20, method=double, **QUADRATIC)
-    assert [tensors.pack(state) for state in whole] == [tensors.pack(state) for state in again]
+    assert [tensors.pack_state(state) for state in whole] == [tensors.pack_state(state) for state in again]
     assert np.abs(whole[-1].control["x"]) < 1e-2 < np.abs(whole[1].control["x"])  # its mean gradient goes to zero
 
 
@@ -191,9 +195,9 @@ def test_fednova_with_unequal_steps_is_what_it_is_on_paper() -> None:
 
 def test_how_far_momentum_goes_is_summed_up_by_hand() -> None:
     """Three steps at rho = 1/2: gradients count 1 + 1/2 + 1/4, 1 + 1/2, 1, in all 4.25; with Nesterov's 3 + 4.25/2."""
-    assert fednova.length(3, {"momentum": 0.5, "nesterov": False}) == pytest.approx(4.25)
-    assert fednova.length(3, {"momentum": 0.5, "nesterov": True}) == pytest.approx(5.125)
-    assert fednova.length(3, {"momentum": 0.0, "nesterov": False}) == 3
+    assert fednova.effective_steps(3, {"momentum": 0.5, "nesterov": False}) == pytest.approx(4.25)
+    assert fednova.effective_steps(3, {"momentum": 0.5, "nesterov": True}) == pytest.approx(5.125)
+    assert fednova.effective_steps(3, {"momentum": 0.0, "nesterov": False}) == 3
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -205,9 +209,9 @@ def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
 
     def moved(epochs: int) -> float:
         fit = fedavg.Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
-        return float(numpy_one().train(network, start, one, fit, tensors.rng(0))[0]["1.bias"][0])
+        return float(numpy_one().train(network, start, one, fit, tensors.seeded_rng(0))[0]["1.bias"][0])
 
-    reckoned = [fednova.length(tau, {"momentum": 0.8, "nesterov": nesterov}) for tau in (1, 5)]
+    reckoned = [fednova.effective_steps(tau, {"momentum": 0.8, "nesterov": nesterov}) for tau in (1, 5)]
     assert moved(5) / moved(1) == pytest.approx(reckoned[1] / reckoned[0], rel=1e-2)
 
 
@@ -238,8 +242,8 @@ def test_server_steps_are_what_they_are_on_paper(server: Any, points: tuple[floa
 def test_yogi_moves_its_second_moment_by_the_sign() -> None:
     """v = 1, D = 2: 1 + (1 - 3/4) 4 = 2; D = 1/2 from there: 2 - 1/4 / 4 = 1.9375."""
     params = {"server": "yogi", "beta2": 0.75}
-    assert fedopt._second(params, np.ones(1), np.full(1, 4.0)) == 2.0
-    assert fedopt._second(params, np.full(1, 2.0), np.full(1, 0.25)) == 1.9375
+    assert fedopt._update_second_moment(params, np.ones(1), np.full(1, 4.0)) == 2.0
+    assert fedopt._update_second_moment(params, np.full(1, 2.0), np.full(1, 0.25)) == 1.9375
 
 
 def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
@@ -284,7 +288,7 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
     """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
-        settings.parse({"name": "j", "method": name, "params": params})
+        settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova"])

@@ -11,7 +11,7 @@ import pytest
 from fedavg_runs import play, same_bits, torch_one
 
 from fedquilt.core import Answer, Examples, ModelError
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, moon
 from fedquilt.testing.toys import toy_bundle
 from fedquilt.tools.simulation import Member
@@ -66,8 +66,8 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
     def work(task: Any, site: Any) -> Answer:
         answer = fedbn.work(task, site)
         assert answer.bundles["model"].keys().isdisjoint(answer.local)
-        with_own = metrics_of(fedbn.check(task, replace(site, local=answer.local)))
-        with_first = metrics_of(fedbn.check(task, replace(site, local={})))
+        with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.local)))
+        with_first = compute_metrics(fedbn.check(task, replace(site, local={})))
         checked.append(abs(with_own["loss"] - with_first["loss"]))
         kept[site.device] = answer.local
         return answer

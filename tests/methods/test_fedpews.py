@@ -16,19 +16,19 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Contribution, DeviceView, JobError, ModelError, UpdateError
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import learners, toy_bundle
+from fedquilt.testing.toys import point_members, toy_bundle
 
 ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0
 
 
 def models(run: list[Any]) -> list[bytes]:
-    return [tensors.encode(state.model) for state in run]
+    return [tensors.encode_tensors(state.model) for state in run]
 
 
 def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta: Any = None) -> Contribution:
     """What a device sends whose weights are all `value`."""
     neurons = np.array(mask, bool)
-    marks = masks.covered(PLAN, neurons)
+    marks = masks.covered_entries(PLAN, neurons)
     model = {name: np.full(array.shape, value, np.float32) for name, array in begun().model.items()}
     given = np.array(mask if theta is None else theta, np.float16)
     return Contribution(
@@ -36,7 +36,7 @@ def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta:
         0,
         weight,
         {},
-        {"model": masks.take(model, marks), "mask": {"bits": masks.to_bits(neurons), "theta": given}},
+        {"model": masks.select_covered(model, marks), "mask": {"bits": masks.pack_mask(neurons), "theta": given}},
     )
 
 
@@ -46,12 +46,12 @@ def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta:
 @pytest.mark.parametrize(("mu", "base"), [(0.0, "fedavg"), (0.3, "fedprox")])
 def test_with_all_ones_masks_it_is_its_base_bit_for_bit(mu: float, base: str) -> None:
     """Three warm-up rounds with devices of 13 examples, so uneven batches; masks are drawn and sent all the same."""
-    devices = learners(3, examples=13)
+    devices = point_members(3, examples=13)
     ours = play("fedpews", members=devices, mu=mu, **ALL_ONES)
     theirs = play(base, torch_one(), devices, **({"mu": mu} if mu else {}))
     assert models(ours) == models(theirs)
     assert len(set(models(ours))) == 4
-    assert [fedpews.warm(state) for state in ours] == [True, True, True, False]
+    assert [fedpews.is_warmup(state) for state in ours] == [True, True, True, False]
     assert ours[2].reached == 1.0
 
 
@@ -129,7 +129,7 @@ def test_uncovered_entries_stay_to_the_last_bit() -> None:
     """Also where x is no round number and eta_g is not 1."""
     state = begun(server_lr=0.7)
     after = fedpews.step(state, fedpews.fold(state, None, told("a", [0, 1, 0, 0, 1], 3.0)))
-    mark = masks.covered(PLAN, np.array([0, 1, 0, 0, 1], bool))
+    mark = masks.covered_entries(PLAN, np.array([0, 1, 0, 0, 1], bool))
     for name, held in mark.items():
         assert (after.model[name][~held] == state.model[name][~held]).all()
         assert (after.model[name][held] != state.model[name][held]).all()
@@ -232,7 +232,7 @@ def test_an_upload_is_its_formula(publish: str) -> None:
 
     def work(task: Any, site: Any) -> Answer:
         answer = fedpews.work(task, site)
-        neurons = masks.from_bits(answer.bundles["mask"]["bits"], H)
+        neurons = masks.unpack_mask(answer.bundles["mask"]["bits"], H)
         used = int(neurons.sum())
         covered = used * 6 + used + used * 3 + 3  # rows of the first layer, its biases, columns of the second, scores
         wanted = 1 + 4 * covered + (2 * H if publish == "theta" else 0)
@@ -254,7 +254,7 @@ def test_mask_scores_stay_on_the_device(publish: str) -> None:
         assert answer.local.keys() == {"scores"}
         scores = answer.local["scores"]
         theta = 1 / (1 + np.exp(-scores.astype(np.float64)))
-        sent = b"".join(tensors.encode(bundle) for bundle in answer.bundles.values())
+        sent = b"".join(tensors.encode_tensors(bundle) for bundle in answer.bundles.values())
         for kind in (np.float16, np.float32, np.float64):
             assert scores.astype(kind).tobytes() not in sent
             if kind != np.float16:
@@ -283,7 +283,7 @@ def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost(
 
 def test_devices_that_are_to_differ_do() -> None:
     """Two devices with the same examples: with lambda their probabilities part, without they stay closer."""
-    same = [replace(learners(1)[0], device=name) for name in ("dev-0", "dev-1")]
+    same = [replace(point_members(1)[0], device=name) for name in ("dev-0", "dev-1")]
     apart = []
     for diversity in (0.0, 5.0):
         run = play("fedpews", members=same, warmup=3, diversity=diversity, mask_lr=1.0)
@@ -304,7 +304,7 @@ def test_the_mask_learning_rate_does_not_decay() -> None:
             return dict(start), {"loss": 0.0, "steps": 1.0}
 
     pytest.importorskip("torch")
-    play("fedpews", Listens(), learners(1), warmup=3, lr_decay=0.5)
+    play("fedpews", Listens(), point_members(1), warmup=3, lr_decay=0.5)
     np.testing.assert_allclose(rates, [[0.1, 0, 0, 0.1 * 0.5**r] for r in range(3)])
 
 
@@ -329,7 +329,7 @@ def test_the_mask_learning_rate_does_not_decay() -> None:
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
     """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
-        settings.parse({"name": "j", "method": name, "params": params})
+        settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> None:
@@ -339,7 +339,7 @@ def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> No
     with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
         fedpews.init(bare, fedpews.Params(), 0)
     assert fedpews.init(bare, fedpews.Params(warmup=0), 0).plan.neurons == 0
-    empty = {"json": masks.to_array(masks.Plan({}, {}, {}))}
+    empty = {"json": masks.plan_to_array(masks.Plan({}, {}, {}))}
     none = replace(bundle, load=lambda name: empty if name == "masks" else bundle.load(name))
     with pytest.raises(ModelError, match="no hidden neuron of this network"):
         fedpews.init(none, fedpews.Params(), 0)

@@ -12,27 +12,27 @@ from fedpews_runs import PLAN, H, begun, play, play_on
 
 from fedquilt import tensors
 from fedquilt.core import Answer, Bundle, DeviceView
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import fedpews_fixed
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import MLP, files, learners
+from fedquilt.testing.toys import MLP, bundle_files, point_members
 
 
 def test_fixed_masks_of_all_devices_sum_to_one() -> None:
     """Two named devices; a third begins again with the first part."""
     state = begun("fedpews_fixed", devices=("x", "y", "z"))
-    held = [fedpews_fixed.mask_of(state, device).astype(int) for device in ("x", "y")]
+    held = [fedpews_fixed.device_mask(state, device).astype(int) for device in ("x", "y")]
     assert sum(held).tolist() == [1] * H
-    assert fedpews_fixed.mask_of(state, "z").tolist() == held[0].astype(bool).tolist()
-    assert fedpews_fixed.part_of(state, "nobody knows") in (0, 1)
+    assert fedpews_fixed.device_mask(state, "z").tolist() == held[0].astype(bool).tolist()
+    assert fedpews_fixed.part_index(state, "nobody knows") in (0, 1)
 
 
 @pytest.mark.parametrize("engine", [numpy_one, torch_one])
 def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -> None:
     """One device with neurons 0 and 1: the others' entries stay, its own move, as in a network that has no others."""
     params = {"devices": ["dev-0"], "warmup": 3, "mu": 0.2}
-    run = play("fedpews_fixed", engine(), learners(1), **params)
-    mark = masks.covered(PLAN, np.array([1, 1, 0, 0, 0], bool))
+    run = play("fedpews_fixed", engine(), point_members(1), **params)
+    mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
     first, last = run[0].model, run[-1].model
     for name, held in mark.items():
         assert (last[name][~held] == first[name][~held]).all()
@@ -43,8 +43,8 @@ def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -
         "3.weight": first["3.weight"][:, :2],
         "3.bias": first["3.bias"],
     }
-    bundle = Bundle({"network": {**MLP, "hidden": [2]}}, files({"model": narrow}), lambda name: narrow)
-    *_, small = play_on(bundle, "fedprox", engine(), learners(1), mu=0.2)
+    bundle = Bundle({"network": {**MLP, "hidden": [2]}}, bundle_files({"model": narrow}), lambda name: narrow)
+    *_, small = play_on(bundle, "fedprox", engine(), point_members(1), mu=0.2)
     np.testing.assert_allclose(small.model["1.weight"], last["1.weight"][:2], atol=1e-6)
     np.testing.assert_allclose(small.model["3.bias"], last["3.bias"], atol=1e-6)
 
@@ -64,7 +64,7 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
         sent.append(tensors.total_bytes(answer.bundles.values()))
         return answer
 
-    play("fedpews_fixed", numpy_one(), learners(1), devices=["dev-0"], warmup=2, work=work)
+    play("fedpews_fixed", numpy_one(), point_members(1), devices=["dev-0"], warmup=2, work=work)
     assert sent == [4 * 23, 4 * 23, 4 * 53]
 
 
@@ -73,12 +73,12 @@ def test_a_device_is_judged_by_what_it_has() -> None:
     checked: list[float] = []
 
     def work(task: Any, site: Any) -> Answer:
-        checked.append(metrics_of(fedpews_fixed.check(task, site))["accuracy"])
+        checked.append(compute_metrics(fedpews_fixed.check(task, site))["accuracy"])
         return fedpews_fixed.work(task, site)
 
-    run = play("fedpews_fixed", numpy_one(), learners(1), devices=["dev-0"], warmup=2, work=work)
-    mark = masks.covered(PLAN, np.array([1, 1, 0, 0, 0], bool))
-    held = learners(1)[0].held
+    run = play("fedpews_fixed", numpy_one(), point_members(1), devices=["dev-0"], warmup=2, work=work)
+    mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
+    held = point_members(1)[0].held
     own = [{n: a * mark[n] if n in mark else a for n, a in state.model.items()} for state in run[:2]]
-    wanted = [metrics_of(numpy_one().evaluate(MLP, model, held))["accuracy"] for model in [*own, run[2].model]]
+    wanted = [compute_metrics(numpy_one().evaluate(MLP, model, held))["accuracy"] for model in [*own, run[2].model]]
     assert checked == wanted

@@ -12,10 +12,10 @@ from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bu
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, JobError, ModelError
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models.partial import lora
-from fedquilt.testing.toys import given, members
+from fedquilt.testing.toys import deliver_task, image_members
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
 
@@ -33,7 +33,7 @@ def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent() -> N
     the whole state dict.
     """
     for _, answer in Played("fedsdg").worked:
-        payload = tensors.encode(answer.bundles["delta"])
+        payload = tensors.encode_tensors(answer.bundles["delta"])
         header = 8 + int.from_bytes(payload[:8], "little")
         names = set(json.loads(payload[8:header])) - {"__metadata__"}
         assert answer.bundles.keys() == {"delta"}
@@ -79,7 +79,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
     everything = fedavg.State(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
-    most = fedavg.training_order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    most = fedavg.training_task_spec(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
@@ -104,10 +104,10 @@ def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
 def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str) -> None:
     """What a device has kept counts: with another head or other adapters of its own it scores otherwise."""
-    method, member = methods.load(name), members(1, 40)[0]
+    method, member = methods.load(name), image_members(1, 40)[0]
     state = method.init(bundle(), method.params(**QUICK, lr=0.1), 0)
     assert method.check is not None
-    task, site = given(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
+    task, site = deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
     local = method.work(task, site).local
     assert method.check(task, replace(site, local=local)).loss != method.check(task, site).loss
 
@@ -169,8 +169,8 @@ def test_the_result_is_the_model_with_all_gates_shut() -> None:
         name: np.full_like(array, -100) if name.endswith("gate") else array
         for name, array in played.worked[-1][1].local.items()
     }
-    whole = metrics_of(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
-    shut = metrics_of(fedsdg.check(task, replace(site, local=mine)))
+    whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
+    shut = compute_metrics(fedsdg.check(task, replace(site, local=mine)))
     assert shut["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert shut["accuracy"] == whole["accuracy"]
 
@@ -181,10 +181,10 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> 
     played = Played("fedsdg", rounds=2, lr=0.02, preset=preset)
     state = played.states[-1]
     found = played.method.result(state)
-    told = [metrics_of(fedsdg.check(*asked(state, None, device))) for device in (0, 1)]
+    told = [compute_metrics(fedsdg.check(*asked(state, None, device))) for device in (0, 1)]
     for device, each in enumerate(told):
         _, site = asked(state, None, device)
-        whole = metrics_of(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
+        whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
         assert each["accuracy"] == whole["accuracy"]
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
@@ -232,10 +232,10 @@ def test_penalties_shut_gates_and_shrink_the_own_branch() -> None:
 def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None:
     """What it had before its second task is what it kept after its first; another branch gives another loss."""
     worked = Played("fedsdg", rounds=2, devices=1).worked
-    assert tensors.encode(worked[1][0].local) == tensors.encode(worked[0][1].local)
+    assert tensors.encode_tensors(worked[1][0].local) == tensors.encode_tensors(worked[0][1].local)
     state = began()
     grown = {name: array + 1 for name, array in worked[1][1].local.items()}
-    losses = [metrics_of(fedsdg.check(*asked(state, local)))["loss"] for local in (None, grown)]
+    losses = [compute_metrics(fedsdg.check(*asked(state, local)))["loss"] for local in (None, grown)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
@@ -243,7 +243,7 @@ def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
     """The same whenever it is asked, another for another device; B_p small, so that gates have a gradient."""
     state = began()
     first, again, other = (fedsdg.load_own_branch(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
-    assert tensors.encode(first) == tensors.encode(again) != tensors.encode(other)
+    assert tensors.encode_tensors(first) == tensors.encode_tensors(again) != tensors.encode_tensors(other)
     noise = np.concatenate([first[name].ravel() for name in first if name.endswith("own_b")])
     assert 0.005 < noise.std() < 0.02
     assert all(first[f"blocks.{block}.gate"] == 0 for block in (0, 1))
@@ -259,7 +259,7 @@ def test_a_branch_of_another_rank_is_refused() -> None:
 def test_training_makes_the_devices_better() -> None:
     """Three rounds at a quick rate: a lower loss on the devices' own held-out examples than before."""
     played = Played("fedsdg", rounds=3, lr=0.02, lr_own=0.02)
-    first = metrics_of(fedsdg.check(*asked(played.states[0])))
-    last = metrics_of(fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local)))
+    first = compute_metrics(fedsdg.check(*asked(played.states[0])))
+    last = compute_metrics(fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local)))
     assert played.worked[-2][0].device == "dev-0"
     assert last["loss"] < 0.9 * first["loss"]

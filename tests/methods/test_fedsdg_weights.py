@@ -36,7 +36,7 @@ def changes(*rows: tuple[float, float]) -> list[dict[str, np.ndarray]]:
 )
 def test_a_change_counts_by_its_cosine_with_the_mean(rows: Any, expected: list[float], agreed: bool) -> None:
     """Eq. 10 by hand, and its fall-backs."""
-    found, said = fedsdg.weights(changes(*rows), "aligned")
+    found, said = fedsdg.aggregation_weights(changes(*rows), "aligned")
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert said is agreed
 
@@ -49,8 +49,10 @@ def test_the_official_rule_compares_with_the_others() -> None:
     rows = changes((1, 0), (1, 0), (-1, 0))
     with_heads = [{**row, "head.weight": np.full(5, 100.0 * i, np.float32)} for i, row in enumerate(rows)]
     for some in (rows, with_heads):
-        np.testing.assert_allclose(fedsdg.weights(some, "others")[0], [0.5, 0.5, np.exp(-20) / 2], atol=1e-9)
-    assert fedsdg.weights(rows[:1], "others")[0] == [1.0]
+        np.testing.assert_allclose(
+            fedsdg.aggregation_weights(some, "others")[0], [0.5, 0.5, np.exp(-20) / 2], atol=1e-9
+        )
+    assert fedsdg.aggregation_weights(rows[:1], "others")[0] == [1.0]
 
 
 def folded(state: Any, rows: dict[str, float], examples: float = 7.0) -> Any:
@@ -86,7 +88,7 @@ def test_no_more_changes_are_held_than_asked_for_and_in_any_order() -> None:
     state = began(most=2)
     rows = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     one, two = folded(state, rows), folded(state, dict(reversed(rows.items())))
-    assert tensors.pack(one) == tensors.pack(two)
+    assert tensors.pack_state(one) == tensors.pack_state(two)
     assert one.told == ("2 changes beyond the 2 held at once were left out",)
 
 
@@ -123,4 +125,4 @@ def test_the_trainers_settings_are_the_methods() -> None:
     """Adam and the clip reach the engine; the shared part's decay does not, as it is not the other parts'."""
     task, _ = asked(began(preset="official", lr=0.004))
 
-    assert fedavg.fit_of(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)
+    assert fedavg.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)

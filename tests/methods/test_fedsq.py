@@ -26,10 +26,9 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedprox, fedsq
-from fedquilt.testing.toys import files, play, register_entry
-from fedquilt.testing.toys import given as delivered
+from fedquilt.testing.toys import bundle_files, deliver_task, register_entry, run_method
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")
@@ -43,9 +42,9 @@ METHOD = fedsq.METHOD
 
 
 def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
-    start = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
+    start = {name: value.numpy() for name, value in registry.load_network(network, seed=1).state_dict().items()}
     facts = {"network": network, "flops": 100.0, **register_entry(network), **meta}
-    return Bundle(facts, files({"model": start}), lambda name: dict(start))
+    return Bundle(facts, bundle_files({"model": start}), lambda name: dict(start))
 
 
 def members(count: int = 3, examples: int = 20) -> list[Member]:
@@ -73,7 +72,7 @@ def played(
     given: fedsq.Params, rounds: int = 3, job: Bundle | None = None, work: Callable[[Task, Site], Answer] = fedsq.work
 ) -> list[Any]:
     method = replace(METHOD, work=work)
-    return play(
+    return run_method(
         "fedsq",
         job or bundle(),
         members(),
@@ -88,7 +87,7 @@ def played(
 def one_task(given: fedsq.Params, cache: Path, member: Member | None = None, state: Any = None) -> tuple[Task, Site]:
     state = state or METHOD.init(bundle(), given, 0)
     order = METHOD.send(state, DeviceView("dev-0", None))
-    return delivered(METHOD, order, member or members()[0], engine(), seed=5, cache=cache)
+    return deliver_task(METHOD, order, member or members()[0], engine(), seed=5, cache=cache)
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -106,12 +105,12 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
     def fedavg_work(task: Task, site: Site) -> Answer:
         held = Hooks(steps=(Step(rate=lambda name: float(name.startswith("6."))),))
         whole = {**site.load("frozen"), **site.load("model")}
-        answer = fedavg.trained(task, site, whole, held)
+        answer = fedavg.train_from(task, site, whole, held)
         return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in site.load("model")}})
 
     given = params(trained=("6",), cache="off")
     for ours, theirs in zip(played(given), played(given, work=fedavg_work), strict=True):
-        assert tensors.pack(ours) == tensors.pack(theirs)
+        assert tensors.pack_state(ours) == tensors.pack_state(theirs)
 
 
 @pytest.mark.parametrize(("mu", "work"), [(0.0, fedavg.work), (0.5, fedprox.work)])
@@ -120,20 +119,20 @@ def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu: float, work: C
     every = tuple(sorted({name.split(".")[0] for name in bundle().load("model")}))
     given = params(trained=every, gates="own", bn="train", cache="off", mu=mu)
     for ours, theirs in zip(played(given), played(given, work=work), strict=True):
-        assert tensors.pack(ours) == tensors.pack(theirs)
+        assert tensors.pack_state(ours) == tensors.pack_state(theirs)
 
 
 def test_frozen_gates_are_not_fedavg_where_there_is_a_gate() -> None:
     """The test above could pass otherwise."""
-    assert tensors.pack(played(params())[-1]) != tensors.pack(played(params(gates="own"))[-1])
+    assert tensors.pack_state(played(params())[-1]) != tensors.pack_state(played(params(gates="own"))[-1])
 
 
 def test_at_its_start_it_tells_what_the_pre_trained_network_tells(tmp_path: Path) -> None:
     """Accuracy and loss on the held-out share, cached and not."""
     held = members()[0].held
-    wanted = metrics_of(engine().evaluate(RESIDUAL, bundle().load("model"), held))
+    wanted = compute_metrics(engine().evaluate(RESIDUAL, bundle().load("model"), held))
     for cache in ("float32", "off"):
-        told = metrics_of(fedsq.check(*one_task(params(cache=cache), tmp_path)))
+        told = compute_metrics(fedsq.check(*one_task(params(cache=cache), tmp_path)))
         assert told == pytest.approx(wanted, rel=1e-5)
 
 
@@ -177,10 +176,10 @@ def test_features_are_looked_up_once_and_again_when_they_are_gone(tmp_path: Path
         return fedsq.work(task, replace(site, engine=counting))
 
     first = worked()
-    assert tensors.encode(worked().bundles["model"]) == tensors.encode(first.bundles["model"])
+    assert tensors.encode_tensors(worked().bundles["model"]) == tensors.encode_tensors(first.bundles["model"])
     assert counting.looked_up == 1
     (tmp_path / "train.rows").unlink()
-    assert tensors.encode(worked().bundles["model"]) == tensors.encode(first.bundles["model"])
+    assert tensors.encode_tensors(worked().bundles["model"]) == tensors.encode_tensors(first.bundles["model"])
     assert counting.looked_up == 2
     worked(member=members()[1])
     assert counting.looked_up == 3
@@ -199,7 +198,7 @@ def test_without_room_for_a_cache_it_works_without(tmp_path: Path) -> None:
     assert answer.metrics["cached_bytes"] == 0
     assert list(tmp_path.glob("*")) == []
     plain = fedsq.work(*one_task(params(cache="off"), tmp_path))
-    assert tensors.encode(answer.bundles["model"]) == tensors.encode(plain.bundles["model"])
+    assert tensors.encode_tensors(answer.bundles["model"]) == tensors.encode_tensors(plain.bundles["model"])
 
 
 def test_the_bound_is_for_both_shares_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +240,7 @@ def test_only_what_is_trained_is_sent_back(tmp_path: Path) -> None:
         assert statistics
         assert answer.bundles.keys() == {"model"}
         assert answer.bundles["model"].keys() == (names if bn == "train" else names - statistics)
-        sent = tensors.encode(answer.bundles["model"])
+        sent = tensors.encode_tensors(answer.bundles["model"])
         assert not any(
             state.frozen[k].tobytes() in sent for k in state.frozen.keys() - names if state.frozen[k].size > 2
         )
@@ -254,7 +253,7 @@ def test_the_frozen_copy_stays_as_it_was_and_is_in_every_checkpoint() -> None:
     """The deployed network is both copies: the result has them."""
     run = played(params())
     begun = bundle().load("model")
-    assert all(tensors.encode(state.frozen) == tensors.encode(begun) for state in run)
+    assert all(tensors.encode_tensors(state.frozen) == tensors.encode_tensors(begun) for state in run)
     found = METHOD.result(run[-1])
     assert found.kind == "dualcopy"
     assert found.tensors.keys() == begun.keys() | {f"gates.{name}" for name in run[-1].model}
@@ -286,7 +285,7 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_parameters_that_make_no_sense_are_refused_in_the_job(odd: dict[str, Any]) -> None:
     """When the job is read."""
     with pytest.raises(JobError, match=rf"{next(iter(odd))} = "):
-        settings.parse({"name": "j", "method": "fedsq", "params": odd})
+        settings.parse_job({"name": "j", "method": "fedsq", "params": odd})
 
 
 def test_a_device_without_held_out_examples_tells_that(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import scoring, search, stitched
 from fedquilt.models.stitching.stitched import Block
-from fedquilt.testing.toys import SMALL, build, given, members
+from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import Member
 
 
@@ -60,10 +60,10 @@ def test_a_search_ends_with_a_validated_network() -> None:
 )
 def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str, Any]) -> None:
     """Start first, end last, none twice, no deeper than D_max, junctions where blocks are no neighbours."""
-    _, runner = build()
+    _, runner = build_donors()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = images.prepare(members()[0].train.x[:3], last.stock.input)
+    x = images.prepare_images(image_members()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -71,27 +71,27 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
         assert [block.kind for block in path] == ["start", *["middle"] * (len(path) - 2), "end"]
         assert len(set(finalist.path)) == len(path) <= last.params.depth
         if last.params.native_continuation == "exclude":
-            assert not any(stitched.continues(a, b) for a, b in itertools.pairwise(path))
-        between = stitched.junctions(path, last.junctions.__getitem__)
-        output = stitched.forward(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
+            assert not any(stitched.is_continuation(a, b) for a, b in itertools.pairwise(path))
+        between = stitched.load_junctions(path, last.junctions.__getitem__)
+        output = stitched.run_path(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
         assert output.shape == (3, 3)
         assert np.isfinite(output).all()
-    used = {name for finalist in last.finalists for name in search.junctions_of(finalist.path)}
+    used = {name for finalist in last.finalists for name in search.path_junctions(finalist.path)}
     assert last.junctions.keys() <= used
 
 
 def evaluate(found: Any, devices: list[Member]) -> float:
     """An artefact's accuracy on all held-out examples, from nothing but what it says."""
-    bundle, runner = build()
-    stock = stitched.stock(bundle.meta)
+    bundle, runner = build_donors()
+    stock = stitched.load_donor_pool(bundle.meta)
     for name, entry in found.meta["junctions"].items():
         (before, after) = next(
-            ids[-2:] for ids in stitched.prefixes(found.meta["taps"]) if name == stitched.junction_name(ids)
+            ids[-2:] for ids in stitched.path_prefixes(found.meta["taps"]) if name == stitched.junction_name(ids)
         )
         assert entry["in_shape"] == list(stock.blocks[before].out_shape)
         assert entry["out_shape"] == list(stock.blocks[after].in_shape)
     network = stitched.from_artefact(found.meta, found.tensors)
-    x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    x = images.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitched.classify(network, stock.blocks, run, x)
@@ -105,7 +105,7 @@ def test_the_artefact_does_what_was_validated(changes: dict[str, Any]) -> None:
     """Rebuilt from the result alone, the network has the accuracy that the devices counted."""
     found = METHOD.result(play(**changes)[-1])
     counted = max(each["accuracy"] for each in found.meta["search"])
-    assert evaluate(found, members()) == pytest.approx(counted, abs=1e-12)
+    assert evaluate(found, image_members()) == pytest.approx(counted, abs=1e-12)
 
 
 def test_paths_that_were_cut_short_still_yield_a_network() -> None:
@@ -177,12 +177,12 @@ def test_an_answer_to_another_step_of_the_search_is_refused() -> None:
 def test_a_device_with_too_few_examples_says_so() -> None:
     """Four images to score on, and four others for the junctions."""
     with pytest.raises(JobError, match="needs at least 8"):
-        play(members(1, examples=8))
+        play(image_members(1, examples=8))
 
 
 def test_labels_outside_the_jobs_are_refused() -> None:
     """A label that the job does not have would be counted as another's."""
-    devices = members(1)
+    devices = image_members(1)
     devices = [replace(devices[0], train=Examples(devices[0].train.x, devices[0].train.y + 1))]
     with pytest.raises(JobError, match="labels from 1 to 3"):
         play(devices)
@@ -190,7 +190,7 @@ def test_labels_outside_the_jobs_are_refused() -> None:
 
 def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
     """Aligned heads need an alignment; a bundle needs donors and their files."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     bare = {name: {**donor, "align": None} for name, donor in bundle.meta["donors"].items()}
     with pytest.raises(JobError, match="give a donor `align`"):
         METHOD.init(replace(bundle, meta={**bundle.meta, "donors": bare}), Params(head="aligned"), 0)
@@ -219,7 +219,7 @@ def test_votes_close_early_once_all_devices_are_known_to_have_voted() -> None:
 
 def test_a_device_that_joins_in_the_middle_takes_part() -> None:
     """It has no references and no weight yet: it gets both, and its vote counts."""
-    devices = members(5)
+    devices = image_members(5)
     early = play(devices[:4])[4]
     resumed = replace(METHOD, init=lambda bundle, params, seed: early)
     last = played(resumed, devices)[-1]
@@ -230,7 +230,7 @@ def test_a_device_that_joins_in_the_middle_takes_part() -> None:
 
 def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so() -> None:
     """Nothing to validate on: accuracies are unknown, not zero."""
-    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in members()]
+    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in image_members()]
     last = play(devices)[-1]
     found = METHOD.result(last)
     assert all(each["accuracy"] is None for each in found.meta["search"])
@@ -242,7 +242,7 @@ def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so()
 
 def test_paper_mode_is_the_papers_letter() -> None:
     """Biased CKA of outputs, projections without bias or ridge, random order, the donors' own classes."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     params = METHOD.init(bundle, Params(mode="paper"), 0).params
     assert {name: getattr(params, name) for name in fedstitch.PAPER} == fedstitch.PAPER
     junctions = play(mode="paper")[-1].junctions.values()
@@ -257,7 +257,7 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -
     assert 22 <= len(last.finished) <= 24  # up to three come of the last vote
     assert len(last.finalists) == 22
     assert run[0].finished == ()
-    assert run[0].frontier == tuple(net for net in search.beginnings(last.stock) if net != run[0].current)
+    assert run[0].frontier == tuple(net for net in search.starting_networks(last.stock) if net != run[0].current)
     pools = [(state.current.path[-1], state.pool) for state in run if state.phase == "score"]
     assert any(name.endswith(".1") and own == name[:-1] + "0" for own, pool in pools for name in pool)
     explored = [line for state in run for line in METHOD.explain(state) if line.startswith("picked at random: ")]
@@ -266,18 +266,18 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -
 
 def test_exploration_fades_with_the_expansions() -> None:
     """0.3, then 0.27 after one, never below 0.05."""
-    assert search.epsilon(FULL[0]) == pytest.approx(0.3)
-    assert search.epsilon(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
-    assert search.epsilon(replace(FULL[0], expansions=99)) == 0.05
+    assert search.exploration_rate(FULL[0]) == pytest.approx(0.3)
+    assert search.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
+    assert search.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
 
 
 def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path: Path) -> None:
     """References on images that the device no longer has must not be used."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     state = METHOD.init(bundle, Params(**SMALL), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    task, site = given(METHOD, order, members(1)[0], runner, seed=3, cache=tmp_path)
+    task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
     first = METHOD.work(task, site)
     fewer = Examples(site.train.x[:30], site.train.y[:30])
     second = METHOD.work(task, replace(site, train=fewer, local=first.local))
@@ -293,10 +293,10 @@ def replace_params(task: Any, **changes: Any) -> Any:
 
 def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
     """A cancelled task stops at the next block."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
-    task, site = given(METHOD, order, members(1)[0], runner, seed=3, cache=tmp_path)
+    task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
     seen: list[float] = []
     METHOD.work(task, replace(site, progress=seen.append))
     assert seen == sorted(seen)
@@ -311,7 +311,7 @@ def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
 
 def test_blocks_are_typed_all_the_way() -> None:
     """What a task says of its blocks is what the bundle says."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
     ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreAsk)

@@ -14,7 +14,7 @@ from fedquilt.core import Contribution
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import candidates, class_moments, least_squares, search, stitched, vote
 from fedquilt.models.stitching.search_state import Net
-from fedquilt.testing.toys import SMALL, build, members
+from fedquilt.testing.toys import SMALL, build_donors, image_members
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
@@ -34,12 +34,14 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
         if before.phase != "fit":
             continue
         answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
-        for i, name in enumerate(search.projected(before)):
+        for i, name in enumerate(search.junction_winners(before)):
             channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
             parts = [least_squares.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
             path = (*before.current.path, name)
-            solved = least_squares.solve(least_squares.merge(parts), before.params.ridge)[0].astype(np.float32)
-            left = least_squares.left_out(parts, before.params.ridge)
+            solved = least_squares.solve_ridge(least_squares.merge_moments(parts), before.params.ridge)[0].astype(
+                np.float32
+            )
+            left = least_squares.leave_one_out_residuals(parts, before.params.ridge)
             mean = np.average(left, weights=[part.yy for part in parts])
             [line] = [line for line in METHOD.explain(after) if line.startswith(f"to {name}: ")]
             assert f"it leaves {100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst" in line
@@ -56,7 +58,7 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
     blocks = last.stock.blocks
-    native = [taps for taps in told if all(stitched.is_native([blocks[name] for name in path]) for path in taps)]
+    native = [taps for taps in told if all(stitched.is_native_path([blocks[name] for name in path]) for path in taps)]
     assert native
     assert all(told[taps] is None for taps in native)
     stitched_ones = 0
@@ -72,22 +74,24 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     z, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
     alone = replace(FULL[0].params, join=False)
     gathered = replace(FULL[0], params=alone, finalists=(finalist,), taps=(finalist.path[:-1],))
-    [headed] = candidates.solved(gathered, class_moments.merge([], [class_moments.part(z, y, 3)]))
+    [headed] = candidates.solve_candidates(
+        gathered, class_moments.merge_moments([], [class_moments.device_moments(z, y, 3)])
+    )
     assert (headed.kind, headed.residual) == ("stitched", 0.1)
 
 
 def test_of_a_single_device_nothing_can_be_left_out() -> None:
     """The residual is unknown, not zero, and weighs nothing."""
-    run = play(members(1), residual="weigh")
+    run = play(image_members(1), residual="weigh")
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
 
 
 def voted(*winners: vote.Winner, **changes: Any) -> State:
     """The path ash.0, score 0.9, after a vote on every block, with nothing else on the frontier."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, **changes}), 3)
-    net = Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
+    net = Net(("ash.0",), search.starting_networks(state.stock)[0].pool, 0.9)
     return replace(state, current=net, frontier=(), winners=winners)
 
 
@@ -97,7 +101,7 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
     left = {"elm.1": 0.2, "fir.1": 1.4}
 
     def scores(**changes: Any) -> dict[str, float]:
-        grown = search.grow(voted(*winners, **changes), {}, left)
+        grown = search.grow_paths(voted(*winners, **changes), {}, left)
         return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
 
     assert scores(residual="weigh") == pytest.approx({"elm.1": 0.36, "fir.1": 0.0})
@@ -107,7 +111,7 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
 def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
     """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
-    grown = search.grow(voted(*winners, stop_below=0.6), {})
+    grown = search.grow_paths(voted(*winners, stop_below=0.6), {})
     assert grown.current is not None
     assert grown.current.path == ("ash.0", "fir.1")
     assert grown.frontier == ()
@@ -121,12 +125,12 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
         vote.Winner("fir.2", 1.0, 0.2, 1),
         vote.Winner("fir.1", 1.0, 0.1, 1),
     )
-    ended = search.grow(voted(partial, end, stop_below=0.6), {})
+    ended = search.grow_paths(voted(partial, end, stop_below=0.6), {})
     assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
     assert ended.phase == "gather"
     taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
     assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
-    going = search.grow(voted(poor, partial, stop_below=0.6), {})
+    going = search.grow_paths(voted(poor, partial, stop_below=0.6), {})
     assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
     assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
@@ -142,9 +146,9 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
     blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
     fitted = {stitched.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
     before = voted(low, end, low_end, stop_below=0.6)
-    going_on = replace(before, frontier=search.beginnings(before.stock)[1:])
+    going_on = replace(before, frontier=search.starting_networks(before.stock)[1:])
     for state in (before, going_on):
-        grown = search.grow(state, fitted)
+        grown = search.grow_paths(state, fitted)
         assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
         assert grown.given_up == ()
         assert set(grown.junctions) == {stitched.junction_name(("ash.0", "fir.2"))}
@@ -153,9 +157,9 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
 def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
     """However many partial networks are left: they would be given up one by one."""
     before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
-    before = replace(before, frontier=search.beginnings(before.stock)[1:])
-    assert search.grow(before, {}).phase == "score"
-    spent = search.grow(replace(before, expansions=before.params.expansions), {})
+    before = replace(before, frontier=search.starting_networks(before.stock)[1:])
+    assert search.grow_paths(before, {}).phase == "score"
+    spent = search.grow_paths(replace(before, expansions=before.params.expansions), {})
     assert spent.phase == "gather"
     assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
 
@@ -175,7 +179,7 @@ def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, .
     """The path that is next of some with their scores."""
     params = replace(FULL[0].params, **{"completion": False, **changes})
     frontier = tuple(Net(path, (), score) for path, score in nets)
-    return search.pick(replace(FULL[0], params=params, frontier=frontier)).path
+    return search.pick_network(replace(FULL[0], params=params, frontier=frontier)).path
 
 
 def test_the_next_path_is_the_one_that_promises_most() -> None:
@@ -220,7 +224,7 @@ def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None
 
 def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
     """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
-    grown = search.grow(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
+    grown = search.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
     assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
     ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
     assert (ended.score, ended.residuals) == (0.45, (None, None))
@@ -230,13 +234,13 @@ def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() ->
     for state in FULL:
         if state.phase == "score":
             own = blocks[state.current.path[-1]]
-            assert not any(stitched.continues(own, blocks[name]) for name in state.pool)
+            assert not any(stitched.is_continuation(own, blocks[name]) for name in state.pool)
             assert not any(blocks[name].kind == "end" for name in state.pool)
 
 
 def test_the_depth_follows_the_donors() -> None:
     """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     free = {name: value for name, value in SMALL.items() if name != "depth"}
     assert METHOD.init(bundle, Params(**free), 3).params.depth == 4
     assert METHOD.init(bundle, Params(**free, depth=7), 3).params.depth == 7

@@ -16,7 +16,7 @@ from fedquilt.methods.fedstitch import METHOD, State
 from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched
 from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import Candidate
-from fedquilt.testing.toys import build, members
+from fedquilt.testing.toys import build_donors, image_members
 from fedquilt.tools.simulation import Member
 
 LABELS = 3
@@ -24,11 +24,13 @@ LABELS = 3
 
 def ends(state: State, paths: Any, shares: list[Examples]) -> np.ndarray:
     """Pooled ends of paths for the pooled examples of devices, by the agents' plain forward pass."""
-    _, runner = build()
+    _, runner = build_donors()
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    x = images.prepare(np.concatenate([share.x for share in shares]), state.stock.input)
+    x = images.prepare_images(np.concatenate([share.x for share in shares]), state.stock.input)
     network = stitched.Network(tuple(paths), state.junctions)
-    return np.hstack([stitched.gap(maps) for maps in stitched.ends(network, state.stock.blocks, run, x)])
+    return np.hstack(
+        [stitched.global_average_pool(maps) for maps in stitched.run_taps(network, state.stock.blocks, run, x)]
+    )
 
 
 # -- the head -------------------------------------------------------------------------------------
@@ -37,17 +39,17 @@ def ends(state: State, paths: Any, shares: list[Examples]) -> np.ndarray:
 @pytest.mark.parametrize("cohort", [0, 1, 3])
 def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> None:
     """Each device is heard once, in as many rounds as it takes, and its split does not show in the head."""
-    devices = members(8)
+    devices = image_members(8)
     last = played(devices, cohort=cohort)[-1]
     y = np.concatenate([member.train.y for member in devices])
     kinds = {candidate.kind for candidate in last.candidates}
     assert kinds == {"joined", "donor", "stitched"}
     for candidate in last.candidates:
         z = ends(last, candidate.paths, [member.train for member in devices])
-        central = joint_head.standardised(class_moments.merge([], [class_moments.part(z, y, LABELS)]))
-        assert joint_head.strength(central).ridge == candidate.ridge
-        assert candidate.criterion == pytest.approx(joint_head.strength(central).criterion, rel=1e-5)
-        head = joint_head.discriminant(central, candidate.ridge or 0.0)
+        central = joint_head.standardise(class_moments.merge_moments([], [class_moments.device_moments(z, y, LABELS)]))
+        assert joint_head.best_penalty(central).ridge == candidate.ridge
+        assert candidate.criterion == pytest.approx(joint_head.best_penalty(central).criterion, rel=1e-5)
+        head = joint_head.fit_discriminant(central, candidate.ridge or 0.0)
         wanted = z @ head.weights.T + head.bias
         found = z @ candidate.head["weights"].T + candidate.head["bias"]
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()  # sent and kept as float32
@@ -63,7 +65,7 @@ def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> No
         return METHOD.fold(state, total, update)
 
     run = played(cohort=3, method=replace(METHOD, fold=fold))
-    names = sorted(member.device for member in members(8))
+    names = sorted(member.device for member in image_members(8))
     heard = {phase: sorted(device for device, _ in turns) for phase, turns in answered.items()}
     assert heard == {"gather": names, "validate": names}
     assert [state.phase for state in run].count("gather") == 3
@@ -109,7 +111,7 @@ def test_a_job_without_a_search_joins_donors() -> None:
     run = played(expansions=0)
     last = run[-1]
     assert METHOD.done(last)
-    assert all(candidates.is_native(last.stock, path) for path in last.taps)
+    assert all(candidates.is_native_path(last.stock, path) for path in last.taps)
     assert len(last.taps) == 7
     assert METHOD.result(last).meta["gains"]["stitched"] is None
     assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
@@ -117,7 +119,7 @@ def test_a_job_without_a_search_joins_donors() -> None:
 
 def test_a_single_device_gets_a_head() -> None:
     """Of its own examples alone."""
-    last = played(members(1), expansions=2)[-1]
+    last = played(image_members(1), expansions=2)[-1]
     assert METHOD.done(last)
     assert last.examples == 15
 
@@ -125,14 +127,14 @@ def test_a_single_device_gets_a_head() -> None:
 def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
     """Its row is zero in every head, with a bias below all scores."""
     devices = []
-    for member in members(4):
+    for member in image_members(4):
         shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
         devices.append(Member(member.device, *shares))
     run = played(devices, expansions=2)
     assert any("nobody has examples of c: no candidate ever says so" in state.log for state in run)
     for candidate in run[-1].candidates:
         assert not candidate.head["weights"][2].any()
-        z = ends(run[-1], candidate.paths, [member.held for member in members(4)])
+        z = ends(run[-1], candidate.paths, [member.held for member in image_members(4)])
         scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
         assert (scores.argmax(axis=1) != 2).all()
     found = METHOD.result(run[-1])
@@ -143,7 +145,7 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_single_example_gives_a_head(same: bool) -> None:
     """Of its class, without a criterion: no state ever holds what is not finite."""
-    member = members(1)[0]
+    member = image_members(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
     kin = (member.held.y == own.y[0]) == same
     last = played([Member(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
@@ -185,9 +187,9 @@ def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
     small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
     large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
     better = replace(large, right=91)
-    assert judging.best(state, [large, small]) == small
-    assert judging.best(state, [small, better]) == better
-    assert judging.best(replace(state, examples=0), [small, large]) == large
+    assert judging.best_candidate(state, [large, small]) == small
+    assert judging.best_candidate(state, [small, better]) == better
+    assert judging.best_candidate(replace(state, examples=0), [small, large]) == large
 
 
 def test_the_story_tells_what_joining_and_stitching_add() -> None:
@@ -204,24 +206,26 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
             Candidate("joined", (own, other), blank, right=147),
         ),
     )
-    lines = judging.told(state)
+    lines = judging.describe_validation(state)
     assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out, 0.00205 MFLOP, 0.00032 MB"
     assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
     assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
-    assert judging.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
+    assert judging.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
 def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
     """So what stitching adds is told beside like networks, whether or not the criterion wants stitched taps."""
     state = next(state for state in FULL if state.phase == "validate")
-    native = [all(candidates.is_native(state.stock, path) for path in each.paths) for each in state.candidates]
+    native = [all(candidates.is_native_path(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
     assert joined == {True, False}
-    sums = class_moments.merge([], [class_moments.part(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)])
+    sums = class_moments.merge_moments(
+        [], [class_moments.device_moments(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)]
+    )
     bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
     wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
-    kinds = [(each.kind, len(each.paths)) for each in candidates.solved(wide, sums)]
+    kinds = [(each.kind, len(each.paths)) for each in candidates.solve_candidates(wide, sums)]
     assert sorted(kinds) == [("donor", 1), ("joined", 2), ("stitched", 1)]
 
 

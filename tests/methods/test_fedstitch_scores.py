@@ -15,24 +15,24 @@ from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import block_runner, scoring, search, stitched
 from fedquilt.models.stitching.search_state import Net
-from fedquilt.testing.toys import SMALL, build, given, members
+from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
 from fedquilt.tools.bench import naive
 
 
 # -- scores ---------------------------------------------------------------------------------------
 def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[str, float]]:
     """What one device answers when the path is ash.0 > ash.1."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
-    net = Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    net = Net(("ash.0", "ash.1"), search.starting_networks(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered_blocks(net, state.stock, state.params))
     seen: list[Contribution] = []
     spy = replace(
         METHOD,
         init=lambda bundle, params, seed: state,
         fold=lambda state, total, update: seen.append(update) or METHOD.fold(state, total, update),
     )
-    played(spy, members(1), rounds=1)
+    played(spy, image_members(1), rounds=1)
     return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)
 
 
@@ -70,9 +70,9 @@ def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> No
 
 def test_references_are_computed_once_per_device() -> None:
     """By input, a path that is a donor's own needs no run at all once the references are there."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     changes = {"score_at": "input", "subrounds": 3}
-    devices = members(1)
+    devices = image_members(1)
     played(METHOD, devices, runner=runner, rounds=1, seed=0, **changes)
     first = dict(runner.runs)
     assert max(first.values()) == 1
@@ -83,11 +83,11 @@ def test_references_are_computed_once_per_device() -> None:
 
 def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray]], list[dict[str, int]], Any]:
     """Scores and runs of a stitched path's task on one device, now and again, and a way to go on."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
-    net = Net(path, search.beginnings(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    net = Net(path, search.starting_networks(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered_blocks(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
     state = replace(state, junctions={stitched.junction_name(path): junction})
@@ -98,7 +98,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     def again() -> None:
         nonlocal local
         runner.runs = dict.fromkeys(runner.graphs, 0)
-        task, site = given(METHOD, order, members(1)[0], runner, seed=3, local=local, cache=folder)
+        task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, local=local, cache=folder)
         answer = METHOD.work(task, site)
         local = answer.local
         scores.append(dict(answer.bundles["scores"]))
@@ -111,26 +111,26 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
 
 def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     """What `bench stitch` measures against: everything run again for each candidate, in whole arrays."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     state = METHOD.init(bundle, Params(**SMALL), 3)
     blocks = state.stock.blocks
     path = [blocks["ash.0"], blocks["elm.1"]]
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
     scores, _, _ = score_twice(tmp_path, score_at="output", positions=40)
-    member = members(1)[0]
+    member = image_members(1)[0]
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    _, site = given(METHOD, order, member, runner, seed=3, cache=tmp_path)
-    rows = scoring.order(scoring.drawn(site))[:32]
-    shown = images.prepare(member.train.x[rows], state.stock.input)
-    net = Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
-    pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
+    _, site = deliver_task(METHOD, order, member, runner, seed=3, cache=tmp_path)
+    rows = scoring.example_order(scoring.load_private_state(site))[:32]
+    shown = images.prepare_images(member.train.x[rows], state.stock.input)
+    net = Net(("ash.0", "elm.1"), search.starting_networks(state.stock)[0].pool, 1.0)
+    pool = search.offered_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
-        positions = block_runner.positions(16, blocks[name].in_shape, 40)
-        found = naive.output_score(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
+        positions = block_runner.draw_positions(16, blocks[name].in_shape, 40)
+        found = naive.score_output(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
         assert found == pytest.approx(score, abs=1e-5)
 
 
@@ -167,7 +167,7 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> N
 
 def test_a_task_brings_only_the_files_it_needs() -> None:
     """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
@@ -201,6 +201,6 @@ def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
 
 def test_labels_judge_no_inputs() -> None:
     """All blocks would score the same: what the path puts out."""
-    bundle, _ = build()
+    bundle, _ = build_donors()
     with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
         METHOD.init(bundle, Params(criterion="labels", score_at="input"), 0)

@@ -11,13 +11,13 @@ from joint_runs import FULL, gathering, played
 
 from fedquilt import tensors
 from fedquilt.coordinator import tasks
-from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError, soundness, summed
+from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError, accumulator_check, mergeable_type
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import candidates, class_moments, stitched, taps
 from fedquilt.models.stitching.accumulators import Counts
 from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import Finalist
-from fedquilt.testing.toys import SMALL, build, given, members
+from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import Member
 
 
@@ -30,7 +30,7 @@ def test_taps_step_down_shallow_first_and_say_so() -> None:
     state = replace(FULL[0], finalists=made)
 
     def kept(features: int) -> tuple[list[tuple[str, ...]], list[str]]:
-        taps, notes = candidates.chosen_taps(replace(state, params=replace(state.params, features=features)))
+        taps, notes = candidates.choose_taps(replace(state, params=replace(state.params, features=features)))
         return list(taps), notes
 
     every, notes = kept(1000)
@@ -42,13 +42,15 @@ def test_taps_step_down_shallow_first_and_say_so() -> None:
         "not gathered, as all taps together would have more than 40 features: ash.0, (elm.0 > fir.1), elm.0"
     )
     least, _ = kept(1)
-    assert least == [path for path in every if candidates.is_native(stock, path) and candidates.depth(stock, path) == 1]
+    assert least == [
+        path for path in every if candidates.is_native_path(stock, path) and candidates.relative_depth(stock, path) == 1
+    ]
 
 
 def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
     """Three donors of three, two and two taps, and no block twice for one wave of images."""
-    _, runner = build()
-    played(members(1), runner=runner, expansions=0, rounds=1)
+    _, runner = build_donors()
+    played(image_members(1), runner=runner, expansions=0, rounds=1)
     assert {name: runs for name, runs in runner.runs.items() if runs} == {
         f"{donor}.{i}.onnx": 1 for donor, depth in (("ash", 3), ("elm", 2), ("fir", 2)) for i in range(depth)
     }
@@ -59,7 +61,7 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = taps.ROOM * class_moments.factor_bytes(40, sum(candidates.layout(state).widths))
+    site.engine.room_bytes = taps.ROOM * class_moments.factor_bytes(40, sum(candidates.tap_layout(state).widths))
     tight = METHOD.work(task, site)
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
@@ -74,7 +76,7 @@ def test_the_orders_memory_counts_the_moments() -> None:
     _, task, _ = gathering()
     width = 38
     assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
-    bundle, _ = build()
+    bundle, _ = build_donors()
     state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
@@ -92,9 +94,11 @@ def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     state = next(state for state in FULL if state.phase == "validate")
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    asked = tasks.work_of(order, ("work",), "onnx", held=0.2)
-    networks = {ids for candidate in state.candidates for ids in stitched.prefixes(candidate.paths)}
-    assert asked.on(40).flops == pytest.approx(10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks))
+    asked = tasks.predict_work(order, ("work",), "onnx", held=0.2)
+    networks = {ids for candidate in state.candidates for ids in stitched.path_prefixes(candidate.paths)}
+    assert asked.total_for_examples(40).flops == pytest.approx(
+        10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks)
+    )
 
 
 def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:
@@ -141,7 +145,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     state = next(state for state in FULL if state.phase == "validate")
     shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
     order = METHOD.send(state, DeviceView("dev-0", None))
-    answer = METHOD.work(*given(METHOD, order, Member("dev-0", *shares), build()[1], seed=3))
+    answer = METHOD.work(*deliver_task(METHOD, order, Member("dev-0", *shares), build_donors()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
     assert METHOD.fold(state, None, update).sums["examples"].value().tolist() == [counted]
@@ -154,11 +158,11 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
     assert state.gathered is not None
-    width = sum(candidates.layout(state).widths)
+    width = sum(candidates.tap_layout(state).widths)
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
     assert state.gathered.half.dtype == np.float32
     assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
-    assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)
+    assert tensors.pack_state(tensors.unpack_state(tensors.pack_state(state), State)) == tensors.pack_state(state)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +179,9 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
 )
 def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
     """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
-    kinds = {state.phase: summed(METHOD.fold, state) for state in FULL}
+    kinds = {state.phase: mergeable_type(METHOD.fold, state) for state in FULL}
     assert kinds == {"score": None, "fit": None, "gather": Gathering, "validate": Counts, "done": None}
-    state, sound = next(state for state in FULL if state.phase == "validate"), soundness(METHOD.fold)
+    state, sound = next(state for state in FULL if state.phase == "validate"), accumulator_check(METHOD.fold)
     counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
     update = Contribution("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
     assert sound is not None

@@ -11,11 +11,11 @@ import pytest
 from fedquilt import exact, methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toys import given, learners, remembered, toy_bundle
-from fedquilt.testing.toys import play as run_of
+from fedquilt.testing.toys import deliver_task, point_members, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toys import run_method as run_of
 from fedquilt.tools.simulation import Member
 
 AMPLE = 1 << 40
@@ -26,7 +26,7 @@ DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 def bundle() -> Any:
     from fedquilt.edge_agent.engines import numpy_engine
 
-    return toy_bundle(DEEP, numpy_engine.init(DEEP, 0))
+    return toy_bundle(DEEP, numpy_engine.init_tensors(DEEP, 0))
 
 
 def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:
@@ -35,12 +35,12 @@ def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) ->
 
     def work(task: Task, site: Site) -> Answer:
         answer = genefl.METHOD.work(task, site)
-        worked.append((task, remembered(task, site), answer))
+        worked.append((task, with_loaded_tensors(task, site), answer))
         return answer
 
     wanted = {"batch": 8, "lr": 0.1, **params}
     double = replace(genefl.METHOD, work=work)
-    members = devices or learners(4, 24)
+    members = devices or point_members(4, 24)
     run = run_of("genefl", bundle(), members, wanted, engine=ENGINE, method=double, seed=1, rounds=rounds)
     return run, worked
 
@@ -77,12 +77,12 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
 def test_accuracy_that_falls_holds_the_schedule() -> None:
     """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
-    fell = genefl._shrunk(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=exact.Number((1.4,)), told=2))
+    fell = genefl._adapt_size(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=exact.Number((1.4,)), told=2))
     assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
     told = genefl.Sum({}, {}, {"0": {"1": 1}}, exact.Number((1.6,)), 2)
-    rose = genefl._shrunk(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
+    rose = genefl._adapt_size(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
     assert (rose.size, rose.best) == (1, pytest.approx(0.8))
-    silent = genefl._shrunk(replace(state, recent=()), genefl.Sum({}, {}, {"0": {"1": 1}}))
+    silent = genefl._adapt_size(replace(state, recent=()), genefl.Sum({}, {}, {"0": {"1": 1}}))
     assert silent.size == 1, "nobody has held-out examples: time alone counts"
 
 
@@ -93,7 +93,7 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
     after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
 
     def chosen(count: int, order: str, norm: str) -> list[str]:
-        return learngene.choose(parts, after, before, count, order, norm)
+        return learngene.choose_layers(parts, after, before, count, order, norm)
 
     assert chosen(2, "lowest", "mul") == ["a", "b"]
     assert chosen(2, "lowest", "div_sqrt") == ["a", "c"]
@@ -110,7 +110,7 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
-    model, _ = ENGINE.train(DEEP, first[2].local, site.train, genefl.fedavg.fit_of(task), tensors.rng(task.seed))
+    model, _ = ENGINE.train(DEEP, first[2].local, site.train, genefl.fedavg.fit_of(task), tensors.seeded_rng(task.seed))
     for name, array in model.items():
         np.testing.assert_array_equal(answer.local[name], array)
 
@@ -135,29 +135,29 @@ def test_both_penalties_are_one_pull_to_one_aim() -> None:
     """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
     task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
     before, theta, elastic = ({"w": np.array([value], np.float32)} for value in (1.0, 5.0, 3.0))
-    hooks = learngene.pull(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
+    hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
     at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
     value = np.array([2.0], np.float32)
     assert hooks.correct is not None
     found = hooks.correct(np.array([1.0], np.float32), value, at)
     np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
-    free = learngene.pull(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})
+    free = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})
     assert free.correct is None
 
 
 def test_fisher_values_are_scaled_for_each_tensor() -> None:
     """From 0 to 1, and a tensor whose values are alike is the device's own."""
-    np.testing.assert_allclose(learngene.scaled(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
-    np.testing.assert_array_equal(learngene.scaled(np.full(3, 7.0)), np.zeros(3))
+    np.testing.assert_allclose(learngene.scale_fisher(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
+    np.testing.assert_array_equal(learngene.scale_fisher(np.full(3, 7.0)), np.zeros(3))
 
 
 def test_strengths_follow_the_size_of_a_layer() -> None:
     """N_l / max N with weight and bias together."""
     model = {"a.w": np.zeros(6), "a.b": np.zeros(2), "b.w": np.zeros(4)}
     parts = {"a": ("a.b", "a.w"), "b": ("b.w",)}
-    assert learngene.strengths("size", parts, model) == {"a.w": 1.0, "a.b": 1.0, "b.w": 0.5}
-    assert learngene.strengths("sqrt", parts, model)["b.w"] == 0.5
-    assert learngene.strengths("one", parts, model)["b.w"] == 1.0
+    assert learngene.layer_strengths("size", parts, model) == {"a.w": 1.0, "a.b": 1.0, "b.w": 0.5}
+    assert learngene.layer_strengths("sqrt", parts, model)["b.w"] == 0.5
+    assert learngene.layer_strengths("one", parts, model)["b.w"] == 1.0
 
 
 # -- what is added up -----------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_an_accuracy_that_is_none_is_refused() -> None:
 def ask(state: Any, member: Member, rounds: tuple[int, ...], local: Any = None) -> tuple[Task, Site, Answer]:
     """One device's task, as it gets it, and what it answers."""
     order = genefl.METHOD.send(state, DeviceView(member.device, None, rounds))
-    task, site = given(genefl.METHOD, order, member, ENGINE, number=len(rounds), seed=1, local=local)
+    task, site = deliver_task(genefl.METHOD, order, member, ENGINE, number=len(rounds), seed=1, local=local)
     return task, site, genefl.METHOD.work(task, site)
 
 
@@ -255,7 +255,7 @@ def take(state: Any, member: Member, number: int, answer: Answer) -> Any:
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
     """First its fingerprint, then the layers of the cluster's gene, the job's first weights elsewhere."""
     run, _ = play(rounds=4, clusters=2, first_layers=1)
-    newcomer = Member("late", *(vars(learners(4, 24)[2])[key] for key in ("train", "held")))
+    newcomer = Member("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
     _, _, answer = ask(state, newcomer, ())
     assert answer.bundles.keys() == {"fingerprint"}
@@ -278,7 +278,7 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
 def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
     """With two devices a round; nobody is asked twice, and those who wait are told nothing."""
     cohort, params = {"size": 2}, {"gather": 3}
-    run = run_of("genefl", bundle(), learners(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
+    run = run_of("genefl", bundle(), point_members(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
     assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
     known = run[2].fingerprints
     assert genefl.METHOD.send(run[2], DeviceView(next(iter(known)), None, (0,))) is None
@@ -290,7 +290,7 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     site = worked[0][1]
     assert genefl.check(worked[0][0], site).examples == 0
     task, site, answer = trained(worked, "dev-1")[-1]
-    found = metrics_of(genefl.check(task, replace(site, local=answer.local)))
+    found = compute_metrics(genefl.check(task, replace(site, local=answer.local)))
     assert found["accuracy"] == answer.metrics["personal"]
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
@@ -299,12 +299,12 @@ def test_private_state_of_another_network_is_refused() -> None:
     """With the names that differ."""
     run, _ = play(rounds=1)
     with pytest.raises(UpdateError, match="names differ"):
-        ask(run[-1], learners(4, 24)[0], (0,), {"x": np.zeros(2)})
+        ask(run[-1], point_members(4, 24)[0], (0,), {"x": np.zeros(2)})
 
 
 def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
     """Unknown is not 0: the metric is absent, and the schedule goes by time."""
-    alone = [Member(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in learners(3)]
+    alone = [Member(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("personal" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1

@@ -15,8 +15,8 @@ from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
-from fedquilt.testing.toys import given, learners, toy_bundle
-from fedquilt.testing.toys import play as run_of
+from fedquilt.testing.toys import deliver_task, point_members, toy_bundle
+from fedquilt.testing.toys import run_method as run_of
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -64,7 +64,7 @@ def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tu
         answers.append(method.work(task, site))
         return answers[-1]
 
-    bundle, members = (toy_bundle(BN, tensors_of()), pictures()) if engine else (toy_bundle(), learners(3))
+    bundle, members = (toy_bundle(BN, tensors_of()), pictures()) if engine else (toy_bundle(), point_members(3))
     engine = engine or NumpyEngine(1 << 40, base_bytes=0)
     double = replace(method, work=work)
     return run_of(name, bundle, members, {**SMALL, **params}, engine=engine, method=double, rounds=rounds), answers
@@ -113,11 +113,11 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> No
         taken[:] = [(round.down_bytes, round.up_bytes) for round in simulation.rounds]
 
     engine = NumpyEngine(1 << 40, base_bytes=0)
-    *_, state = run_of(name, toy_bundle(), learners(1), SMALL, engine=engine, observe=observe, rounds=4)
-    shared = len(tensors.encode(state.model)) if name != "local" else 0
+    *_, state = run_of(name, toy_bundle(), point_members(1), SMALL, engine=engine, observe=observe, rounds=4)
+    shared = len(tensors.encode_tensors(state.model)) if name != "local" else 0
     assert taken[3] == (shared, shared)
     assert taken[0][0] > shared
-    assert shared < len(tensors.encode(toy_bundle().load("model")))
+    assert shared < len(tensors.encode_tensors(toy_bundle().load("model")))
 
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
@@ -151,7 +151,9 @@ def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
 def test_parfed_that_keeps_nothing_is_fedavg() -> None:
     """In a network without statistics, bit for bit."""
     ours, theirs = play("parfed", layers=0)[0], play("fedavg")[0]
-    assert [tensors.encode(state.model) for state in ours] == [tensors.encode(state.model) for state in theirs]
+    assert [tensors.encode_tensors(state.model) for state in ours] == [
+        tensors.encode_tensors(state.model) for state in theirs
+    ]
 
 
 def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
@@ -196,7 +198,7 @@ def test_a_gradients_size_is_its_root_mean_square() -> None:
     state = fedlg.init(toy_bundle(), fedlg.Params(**SMALL), 0)
     engine = NumpyEngine(1 << 40, base_bytes=0)
     order = fedlg.send(state, DeviceView("dev-0", None))
-    task, site = given(fedlg.METHOD, order, learners(1)[0], engine)
+    task, site = deliver_task(fedlg.METHOD, order, point_members(1)[0], engine)
     answer = fedlg.work(task, site)
     squares = engine.fisher(task.params["network"], answer.local, site.train, each=4)
     assert answer.bundles["sizes"]["1.weight"][0] == pytest.approx(np.sqrt(squares["1.weight"].mean()), rel=1e-6)
@@ -208,10 +210,12 @@ def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
     own = answers[0].local
     order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
     engine = NumpyEngine(1 << 40, base_bytes=0)
-    _, site = given(fedlg.METHOD, order, learners(1)[0], engine, number=1, local=own)
-    assert tensors.encode(fedrep.whole(site)) == tensors.encode(own)
+    _, site = deliver_task(fedlg.METHOD, order, point_members(1)[0], engine, number=1, local=own)
+    assert tensors.encode_tensors(fedrep.load_device_network(site)) == tensors.encode_tensors(own)
     late = replace(site, local={})
-    assert tensors.encode(fedrep.whole(late)) == tensors.encode(toy_bundle().load("model"))
+    assert tensors.encode_tensors(fedrep.load_device_network(late)) == tensors.encode_tensors(
+        toy_bundle().load("model")
+    )
 
 
 def test_a_size_below_nothing_is_refused() -> None:
@@ -259,7 +263,7 @@ def test_half_a_layer_is_refused() -> None:
 def test_fedlps_layers_are_all_of_the_network() -> None:
     """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
     model = tensors_of()
-    found = fedlp.units_to_drop(fedavg.init(toy_bundle(BN, model), fedlp.Params(), 0))
+    found = fedlp.layer_units(fedavg.init(toy_bundle(BN, model), fedlp.Params(), 0))
     assert sorted(name for names in found for name in names) == sorted(model)
     for names in found:
         assert any(model[name].ndim > 1 for name in names)

@@ -26,7 +26,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
-from fedquilt.testing.toys import given, learners, play, toy_bundle
+from fedquilt.testing.toys import deliver_task, point_members, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
@@ -53,10 +53,10 @@ class Played:
             self.answers.append((site.device, answer))
             return answer
 
-        self.states = play(
+        self.states = run_method(
             name,
             toy_bundle(),
-            learners(3, 13),
+            point_members(3, 13),
             {**SMALL, **params},
             engine=engine or numpy_one(),
             method=replace(method, work=work),
@@ -66,17 +66,17 @@ class Played:
     @property
     def kept(self) -> list[bytes]:
         """Of each task the private state after it."""
-        return [tensors.encode(answer.local) for _, answer in self.answers]
+        return [tensors.encode_tensors(answer.local) for _, answer in self.answers]
 
     @property
     def models(self) -> list[bytes]:
-        return [tensors.encode(state.model) for state in self.states]
+        return [tensors.encode_tensors(state.model) for state in self.states]
 
 
 def one(method: Method, engine: Any, **params: Any) -> tuple[Task, Site]:
     """The first round's task of one device."""
     state = method.init(toy_bundle(), method.params(**{**SMALL, **params}), 0)
-    return given(method, method.send(state, DeviceView("dev-0", None)), learners(1, 13)[0], engine)
+    return deliver_task(method, method.send(state, DeviceView("dev-0", None)), point_members(1, 13)[0], engine)
 
 
 # -- identities -----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_local_models_know_nothing_of_each_other() -> None:
     run = Played("local")
     method = methods.load("local")
     apart = []
-    for member in learners(3, 13):
+    for member in point_members(3, 13):
         sites: list[Mapping[str, np.ndarray]] = []
 
         def work(task: Task, site: Site, sites: list[Any] = sites) -> Answer:
@@ -142,8 +142,8 @@ def test_local_models_know_nothing_of_each_other() -> None:
             return answer
 
         double = replace(method, work=work)
-        play("local", toy_bundle(), [member], SMALL, engine=numpy_one(), method=double, rounds=3)
-        apart.append(tensors.encode(sites[-1]))
+        run_method("local", toy_bundle(), [member], SMALL, engine=numpy_one(), method=double, rounds=3)
+        apart.append(tensors.encode_tensors(sites[-1]))
     assert run.kept[-3:] == apart
     assert len(set(apart)) == 3
     assert len(set(run.models)) == 1
@@ -172,7 +172,7 @@ def test_ditto_evaluates_the_own_model_and_sends_the_other() -> None:
     task, site = one(ditto.METHOD, numpy_one(), pull=0.5)
     answer = ditto.work(task, site)
     own, plain = answer.local, fedavg.work(*one(fedavg.METHOD, numpy_one()))
-    assert tensors.encode(answer.bundles["model"]) == tensors.encode(plain.bundles["model"])
+    assert tensors.encode_tensors(answer.bundles["model"]) == tensors.encode_tensors(plain.bundles["model"])
     wanted = site.engine.evaluate(task.params["network"], own, site.held)
     assert ditto.check(task, replace(site, local=own)) == wanted != ditto.check(task, site)
     assert ditto.check(task, site) == fedavg.check(task, site)
@@ -257,7 +257,7 @@ def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples() -> No
     task, site = one(perfedavg.METHOD, torch_one(), alpha=0.2)
     plain = fedavg.check(task, site)
     fit = Fit(epochs=1, batch=4, lr=0.2)
-    rng = tensors.rng(task.seed)
+    rng = tensors.seeded_rng(task.seed)
     adapted, _ = site.engine.train(task.params["network"], site.load("model"), site.train, fit, rng)
     assert perfedavg.check(task, site) == site.engine.evaluate(task.params["network"], adapted, site.held) != plain
     nobody = replace(site, train=Examples(site.train.x[:0], site.train.y[:0]))
@@ -273,7 +273,7 @@ def test_fedrep_moves_the_head_first_and_then_what_it_stands_on() -> None:
     """Without a pass over the representation's examples only the head moves; the metrics count both parts' steps."""
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
     answer = fedrep.work(task, site)
-    first = fedrep.whole(site)
+    first = fedrep.load_device_network(site)
     assert answer.local.keys() == {"3.weight", "3.bias"}
     assert answer.bundles["model"].keys() == {"1.weight", "1.bias"}
     assert answer.metrics["steps"] == (3 + 2) * 4  # 13 examples in fours
@@ -286,9 +286,9 @@ def test_fedrep_moves_the_head_first_and_then_what_it_stands_on() -> None:
     class Watched:
         train = staticmethod(seen)
 
-    fedrep.work(task, replace(site, engine=Watched(), rng=tensors.rng(task.seed)))
+    fedrep.work(task, replace(site, engine=Watched(), rng=tensors.seeded_rng(task.seed)))
     begun, between = held["starts"]
-    assert tensors.encode(begun) == tensors.encode(first)
+    assert tensors.encode_tensors(begun) == tensors.encode_tensors(first)
     for name in ("1.weight", "1.bias"):
         assert np.array_equal(between[name], first[name])
         assert not np.array_equal(answer.bundles["model"][name], first[name])
@@ -356,7 +356,7 @@ def test_a_head_of_several_layers_is_named() -> None:
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
     """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
-        settings.parse({"name": "j", "method": name, "params": params})
+        settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 def test_nothing_travels_with_local() -> None:

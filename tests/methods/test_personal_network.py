@@ -11,8 +11,8 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError, Site, Task
-from fedquilt.evaluation import metrics_of
-from fedquilt.testing.toys import given, members, play, toy_bundle
+from fedquilt.evaluation import compute_metrics
+from fedquilt.testing.toys import deliver_task, image_members, run_method, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
@@ -44,17 +44,17 @@ class Played:
 
     def __init__(self, name: str, network: dict[str, Any], params: dict[str, Any]) -> None:
         self.method, self.engine = methods.load(name), TorchEngine(1 << 40, base_bytes=0)
-        self.members, self.kept = members(2, 24), {}
+        self.members, self.kept = image_members(2, 24), {}
 
         def work(task: Task, site: Site) -> Any:
             answer = self.method.work(task, site)
             self.kept[site.device] = answer.local
             return answer
 
-        first = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
+        first = {name: value.numpy() for name, value in registry.load_network(network, seed=1).state_dict().items()}
         self.first = toy_bundle(network, first)
         known = {"epochs": 1, "batch": 6, "lr": 0.1, **params}
-        self.states = play(
+        self.states = run_method(
             name,
             self.first,
             self.members,
@@ -66,7 +66,7 @@ class Played:
 
     def given(self, device: int, view: DeviceView) -> tuple[Task, Site]:
         """A task of the last state that such a device gets, on this device."""
-        return given(self.method, self.method.send(self.states[-1], view), self.members[device], self.engine)
+        return deliver_task(self.method, self.method.send(self.states[-1], view), self.members[device], self.engine)
 
 
 @cache
@@ -85,13 +85,13 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
         task, site = played.given(device, DeviceView(member.device, None, (0, 1, 2)))
-        wanted = metrics_of(played.method.check(task, replace(site, local=local)))  # type: ignore[misc]
+        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))  # type: ignore[misc]
         task, site = played.given(device, DeviceView("", None))
         own = played.method.personal(task, replace(site, device=member.device, local=local))  # type: ignore[misc]
-        found = metrics_of(played.engine.evaluate(network, own, site.held))
+        found = compute_metrics(played.engine.evaluate(network, own, site.held))
         assert found["accuracy"] == wanted["accuracy"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        made.append(tensors.encode(own))
+        made.append(tensors.encode_tensors(own))
     assert made[0] != made[1]
 
 
@@ -101,8 +101,8 @@ def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
     own = played.method.personal(task, site)  # type: ignore[misc]
-    found = metrics_of(played.engine.evaluate(network, own, site.held))
-    wanted = metrics_of(played.method.check(task, site))  # type: ignore[misc]
+    found = compute_metrics(played.engine.evaluate(network, own, site.held))
+    wanted = compute_metrics(played.method.check(task, site))  # type: ignore[misc]
     assert found["accuracy"] == wanted["accuracy"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
@@ -119,7 +119,7 @@ def test_genefl_has_no_network_for_a_newcomer() -> None:
 def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is() -> None:
     """A method whose evaluation changes with the private state, and that has no `personal`, would deploy another."""
     tried = {name for name, _, _ in CASES}
-    assert {name for name in methods.names() if methods.load(name).personal is not None} == tried
+    assert {name for name in methods.builtin_names() if methods.load(name).personal is not None} == tried
 
 
 @pytest.mark.parametrize("case", [number for number, case in enumerate(CASES) if case[0] == "fedsdg"])

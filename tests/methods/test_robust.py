@@ -13,9 +13,9 @@ from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Contribution, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import robust
-from fedquilt.testing.toys import learners, play, toy_bundle
+from fedquilt.testing.toys import point_members, run_method, toy_bundle
 
 RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 
@@ -127,7 +127,9 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
 
     def model(name: str, **more: Any) -> Mapping[str, np.ndarray]:
         engine, cohort = NumpyEngine(1 << 40, base_bytes=0), {"min_devices": 3}
-        *_, last = play(name, toy_bundle(), learners(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort)
+        *_, last = run_method(
+            name, toy_bundle(), point_members(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort
+        )
         return last.model
 
     ours, theirs = model("robust", attackers=0.0, **params), model("fedavg")
@@ -138,13 +140,15 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
 @pytest.mark.parametrize("rule", RULES)
 def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) -> None:
     """One of seven sends -100 times its change: FedAvg explodes, here the loss is below a guess's (ln 3)."""
-    devices, engine = learners(7, 40), NumpyEngine(1 << 40, base_bytes=0)
+    devices, engine = point_members(7, 40), NumpyEngine(1 << 40, base_bytes=0)
     fleet = {"adversaries": {"share": 0.14, "attack": "sign_flip", "factor": 100.0}}
 
     def loss(name: str, rounds: int, **params: Any) -> float:
         chosen, cohort = {"epochs": 2, "batch": 8, "lr": 0.1, **params}, {"min_devices": 3}
-        *_, last = play(name, toy_bundle(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet)
-        evaluated = [metrics_of(engine.evaluate(last.network, last.model, each.held)) for each in devices]
+        *_, last = run_method(
+            name, toy_bundle(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet
+        )
+        evaluated = [compute_metrics(engine.evaluate(last.network, last.model, each.held)) for each in devices]
         return float(np.mean([each["loss"] for each in evaluated]))
 
     assert loss("robust", 8, rule=rule) < np.log(3)
@@ -158,7 +162,9 @@ def test_claiming_many_examples_gains_nothing() -> None:
         state = begun(rule=rule)
         heavy = folded(state, {**HONEST}, weight=1e9)
         light = folded(state, {**HONEST}, weight=1.0)
-        assert tensors.encode(robust.step(state, heavy).model) == tensors.encode(robust.step(state, light).model)
+        assert tensors.encode_tensors(robust.step(state, heavy).model) == tensors.encode_tensors(
+            robust.step(state, light).model
+        )
 
 
 def test_too_few_updates_for_krum_change_nothing_and_it_says_so() -> None:
@@ -204,7 +210,7 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None
 def test_parameters_that_make_no_sense_are_refused_in_the_job(params: dict[str, Any], message: str) -> None:
     """Half of the updates wrong is beyond any rule."""
     with pytest.raises(JobError, match=message):
-        settings.parse({"name": "j", "method": "robust", "params": params, "cohort": {"min_devices": 32}})
+        settings.parse_job({"name": "j", "method": "robust", "params": params, "cohort": {"min_devices": 32}})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +228,7 @@ def test_a_cohort_too_small_for_the_rule_is_refused_in_the_job(cohort: dict[str,
     """Krum with a third of attackers: 6 updates are too few (f = 2), 7 are enough, and so are all more."""
     table = {"name": "j", "method": "robust", "params": {"rule": "krum", "attackers": 0.34}, "cohort": cohort}
     if not message:
-        assert settings.parse(table).method == "robust"
+        assert settings.parse_job(table).method == "robust"
         return
     with pytest.raises(JobError, match=message):
-        settings.parse(table)
+        settings.parse_job(table)

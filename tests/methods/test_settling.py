@@ -20,7 +20,7 @@ from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _by_width
 from fedquilt.models.partial import width
-from fedquilt.testing.toys import pictures, toy_bundle
+from fedquilt.testing.toys import toy_bundle, write_images
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 
@@ -127,9 +127,9 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
     for size in (7, 64):
         monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", size)
         seen = width.Moments()
-        hooks = Hooks(prepare=seen.watch)
+        hooks = Hooks(prepare=seen.add_hooks)
         engine().evaluate(NETWORK, model, Examples(x, draws.integers(0, 3, 50)), hooks=hooks)
-        found = seen.found()
+        found = seen.statistics()
         np.testing.assert_allclose(found["0.1.running_mean"], first.mean(dim=(0, 2, 3)), atol=1e-5)
         np.testing.assert_allclose(found["0.1.running_var"], first.var(dim=(0, 2, 3), correction=0), rtol=1e-4)
 
@@ -143,9 +143,9 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
     assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
     seen = width.Moments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
-    engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.watch))
-    assert seen.found().keys().isdisjoint(held)
-    assert seen.found()
+    engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.add_hooks))
+    assert seen.statistics().keys().isdisjoint(held)
+    assert seen.statistics()
 
 
 def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
@@ -161,7 +161,7 @@ def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None
 
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
-    assert fedavg.rate_of(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
+    assert fedavg.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
 def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:
@@ -169,8 +169,10 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
 
     Rounds: 0 with a check, 1, one that does not count, 2 with a check, one that does not count, and the closing check.
     """
-    data = pictures(tmp_path / "data.npz", 8)
-    prepare.prepare({"model": {**TABLE, "classes": 10, "seed": 0}, "input": NETWORK["input"]}, tmp_path / "bundle")
+    data = write_images(tmp_path / "data.npz", 8)
+    prepare.prepare_bundle(
+        {"model": {**TABLE, "classes": 10, "seed": 0}, "input": NETWORK["input"]}, tmp_path / "bundle"
+    )
     table = {
         "name": "j",
         "method": "heterofl",
@@ -181,25 +183,27 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         "fleet": {"devices": 6, "budgets": ["1GB"] * 5 + ["8GB"]},
         "data": {"path": str(data), "held": 0.2},
     }
-    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
-    run, ended = agents.virtually(plan)
+    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
-        facts = [fact for _, _, fact in store.facts(run)]
+        facts = [fact for _, _, fact in store.read_events(run)]
         committed = [fact for fact in facts if isinstance(fact, Committed)]
-        path = store.depot.path(committed[-1].state.sha256)
+        path = store.depot.blob_path(committed[-1].state.sha256)
         assert path is not None
-        state = tensors.unpack(path.read_bytes(), _by_width.State)
+        state = tensors.unpack_state(path.read_bytes(), _by_width.State)
     assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
     asked = [sum(isinstance(fact, Answered) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
-    assert progress.done(facts, 3) == 3
+    assert progress.count_completed_rounds(facts, 3) == 3
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec
 
     x = np.concatenate(
-        [share[0].x for share in shares.load_shares(DataSpec.parse(plan.agents(run)[0]["data"]))]  # of all devices
+        [
+            share[0].x for share in shares.load_all_shares(DataSpec.parse(plan.make_agent_tables(run)[0]["data"]))
+        ]  # of all devices
     )
     first = torch.nn.functional.conv2d(
         torch.from_numpy(x[:, None].astype(np.float32) / 255), torch.from_numpy(state.model["0.0.weight"]), padding=1

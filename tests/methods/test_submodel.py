@@ -12,10 +12,10 @@ from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
-from fedquilt.testing.toys import given
+from fedquilt.testing.toys import deliver_task
 
 PLAIN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
 ONES = (1.0,) * 5
@@ -83,7 +83,7 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
     assert peaks == sorted(peaks)
     unknown = method.send(state, DeviceView("a", None))
     assert unknown is not None
-    assert tensors.encode(unknown.bundles["model"]) == tensors.encode(orders[0].bundles["model"])  # type: ignore[union-attr,arg-type]
+    assert tensors.encode_tensors(unknown.bundles["model"]) == tensors.encode_tensors(orders[0].bundles["model"])  # type: ignore[union-attr,arg-type]
     sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
     if name == "fedepth":
         assert min(sizes) > 0  # all get all of the network, and their links
@@ -109,15 +109,19 @@ def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
 def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
     """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
     first, last = run(name, bundle(), rounds=2)[::2]
-    at = depthfl.stages_part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
-    sent = partial.width.add(first.model, None, partial.width.cut(first.model, at), at, 1.0)
+    at = (
+        depthfl.leading_stage_places(first, 1)
+        if name == "depthfl"
+        else heterofl.leading_places(first, first.params["rates"][0])
+    )
+    sent = partial.width.add_entries(first.model, None, partial.width.cut_tensors(first.model, at), at, 1.0)
     for key, array in first.model.items():
         apart = name != "depthfl" and key.rpartition(".")[2] in (
             "running_mean",
             "running_var",
             "num_batches_tracked",
         )  # a narrow part's are its own
-        many = sent.weight[key].value() if key in sent.weight else np.zeros(array.shape)
+        many = sent.weight[key].rounded_value() if key in sent.weight else np.zeros(array.shape)
         counted = (many > 0) & (not apart)
         assert np.array_equal(array[~counted], last.model[key][~counted]), key
     moved = [key for key in at if not np.array_equal(first.model[key], last.model[key])]
@@ -133,10 +137,10 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
         order, member = method.send(state, view(budget)), pictures(1)[0]
         assert order is not None
         assert method.check is not None
-        task, site = given(method, order, member, engine())
+        task, site = deliver_task(method, order, member, engine())
         told = method.check(task, site)
         assert told.examples == 4
-        assert 0 <= metrics_of(told)["accuracy"] <= 1
+        assert 0 <= compute_metrics(told)["accuracy"] <= 1
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])

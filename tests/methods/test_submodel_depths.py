@@ -14,7 +14,7 @@ from fedquilt import methods
 from fedquilt.core import DeviceView
 from fedquilt.methods import depthfl, fedepth, ft_full, ft_part, heterofl
 from fedquilt.models.partial import depth
-from fedquilt.testing.toys import given
+from fedquilt.testing.toys import deliver_task
 
 torch = pytest.importorskip("torch")
 
@@ -61,7 +61,7 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     found, order = method.result(state), method.send(state, view(8 * 10**9))
     assert order is not None
     assert method.check is not None
-    task, site = given(method, order, member, engine())
+    task, site = deliver_task(method, order, member, engine())
     network = found.meta["network"]
     assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
     assert registry.input_shape(network) == (1, 8, 8)
@@ -70,7 +70,7 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     x, said = torch.rand(2, 1, 8, 8), []
     for layer in [
         *module.exit,
-        module.get_submodule(depth.split_stages(depthfl.network(state), 4, state.register).head),
+        module.get_submodule(depth.split_stages(depthfl.plain_network(state), 4, state.register).head),
     ]:
         layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
     assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
@@ -84,8 +84,8 @@ def test_depthfls_mutual_term_grows_to_one() -> None:
     assert order is not None
     found = []
     for number in (0, 10, 99):
-        task, _ = given(method, order, pictures(1)[0], engine(), number=number)
-        found.append(depthfl.exits_of(task).strength)
+        task, _ = deliver_task(method, order, pictures(1)[0], engine(), number=number)
+        found.append(depthfl.exits_from_task(task).strength)
     assert found == pytest.approx([np.exp(-5), 1, 1])
 
 
@@ -93,8 +93,8 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
-    body = depth.split_stages(fedepth.network(state), 6, state.register)
-    found = fedepth.groups(body, 3)
+    body = depth.split_stages(fedepth.plain_network(state), 6, state.register)
+    found = fedepth.split_into_groups(body, 3)
     assert sorted(name for group in found for name in group.names) == sorted(
         name for stage in body.stages for name in stage.names
     )
@@ -108,7 +108,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     order, member = method.send(state, view(2 * 10**9)), pictures(1)[0]
     assert order is not None
     assert len(order.params["groups"]) == 3
-    task, site = given(method, order, member, Watch())
+    task, site = deliver_task(method, order, member, Watch())
     answer = method.work(task, site)
     assert len(trained) == 3
     for group, moved in zip(found, trained, strict=True):

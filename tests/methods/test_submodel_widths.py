@@ -14,7 +14,7 @@ from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Meth
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
 from fedquilt.tensor_register import register_of_kinds
-from fedquilt.testing.toys import MLP_MASKS, files, given, toy_bundle
+from fedquilt.testing.toys import MLP_MASKS, bundle_files, deliver_task, toy_bundle
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -53,7 +53,7 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
     """Two widths by turns: a step at the larger moves the mean by 1 - 0.9^2 of the way, where all would by 0.1 each."""
     from fedquilt.models.networks import registry
 
-    plan = masks.from_array(bundle().load("masks")["json"])
+    plan = masks.plan_from_array(bundle().load("masks")["json"])
     ordered = fjord.Ordered(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
     module, momenta = ordered.insert_gates(registry.build(NETWORK)), []
     for width in (1.0, 0.5):
@@ -66,7 +66,7 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
 def test_rates_that_cut_as_much_share_their_statistics() -> None:
     """Of four, eight and sixteen channels 0.0625 and 0.05 leave one each, and 0.99 all: it is the whole network."""
     rates = [0.05, 0.0625, 0.5, 0.99]
-    assert [heterofl.width([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
+    assert [heterofl.canonical_rate([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
 
 
 def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
@@ -91,7 +91,7 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
         state = method.init(toy_bundle(), method.params(masked=masked, batch=4), 0)
         order = method.send(state, view(8 * 10**9))
         assert order is not None
-        task, site = given(method, order, member, engine())
+        task, site = deliver_task(method, order, member, engine())
         answer = method.work(task, site)
         assert ("classes" in answer.bundles) == masked
         assert not masked or answer.bundles["classes"]["held"].tolist() == [1, 0, 1]
@@ -107,9 +107,9 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
         with pytest.raises(UpdateError):
             method.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": state.model, **bundles}))
     plan = masks.Plan({"0": 2}, {}, {"0.weight": masks.Follow((2, 1, 3, 3), ("0",))})
-    parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.to_array(plan)}}
+    parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.plan_to_array(plan)}}
     meta = {"network": {}, "register": register_of_kinds(parts["model"], {})}
-    made = Bundle(meta, files(parts), lambda name: parts[name])
+    made = Bundle(meta, bundle_files(parts), lambda name: parts[name])
     assert method.init(made, method.params(masked=False), 0).widths.keys() == {"0.0625", "0.125", "0.25", "0.5"}
     with pytest.raises(ModelError, match="masked = false"):
         method.init(made, method.params(), 0)
@@ -120,10 +120,10 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     from fedquilt.core import Fit, Hooks, Step
 
     made, examples = bundle(), pictures(1)[0].train
-    plan, model, moved = masks.from_array(made.load("masks")["json"]), made.load("model"), []
+    plan, model, moved = masks.plan_from_array(made.load("masks")["json"]), made.load("model"), []
     for width in (0.5, 1.0):
         ordered = fjord.Ordered(plan, 1.0, (width,), np.random.default_rng(0))
-        hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.begin),))
+        hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.draw_width),))
         after, _ = engine().train(NETWORK, model, examples, Fit(batch=4), np.random.default_rng(0), hooks=hooks)
         names = [key for key in model if key.rpartition(".")[2] in ("running_mean", "running_var")]
         moved.append(sum(not np.array_equal(after[key], model[key]) for key in names) / len(names))
@@ -144,13 +144,13 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
 
     model = toy_bundle().load("model")
     ordered = fjord.Ordered(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
-    assert ordered.marks(("1",), 1).tolist() == [1, 1, 1, 1, 1]
+    assert ordered.unit_mask(("1",), 1).tolist() == [1, 1, 1, 1, 1]
     draws = np.random.default_rng(0)
     examples = Examples(draws.normal(size=(8, 6)).astype(np.float32), draws.integers(0, 3, 8))
     network = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-    hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.begin),))
+    hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.draw_width),))
     after, _ = engine().train(network, model, examples, Fit(batch=8), draws, hooks=hooks)
-    assert ordered.marks(("1",), 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert ordered.unit_mask(("1",), 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     for key, (rows, columns) in {"1.weight": (2, 6), "1.bias": (2, 0), "3.weight": (3, 2)}.items():
         still = np.ones(model[key].shape, bool)
         still[(slice(rows), slice(columns)) if columns else slice(rows)] = False
@@ -163,7 +163,7 @@ def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
     ordered = fjord.Ordered(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
     drawn = []
     for _ in range(300):
-        ordered.begin(None)
+        ordered.draw_width(None)
         drawn.append(ordered.width)
     assert sorted(set(drawn)) == [0.2, 0.4, 0.6]
     assert min(drawn.count(width) for width in set(drawn)) > 70

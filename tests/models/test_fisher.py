@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init
-from fedquilt.testing.toys import MLP, learners
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init_tensors
+from fedquilt.testing.toys import MLP, point_members
 
 AMPLE = 1 << 40
 
 
 def examples(count: int = 7) -> Examples:
-    some = learners(1)[0].train
+    some = point_members(1)[0].train
     return Examples(some.x[:count], some.y[:count])
 
 
@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> None:
     """Against the gradients of a small network written out by hand."""
-    model, given = init(MLP, 3), examples()
+    model, given = init_tensors(MLP, 3), examples()
     found = engine.fisher(MLP, model, given)
     assert found.keys() == model.keys()
     for name, wanted in by_hand(model, given).items():
@@ -57,7 +57,7 @@ def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> 
 
 def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None:
     """All in one group is the square of the mean gradient, which is less; a smaller last group is a group."""
-    model, given = init(MLP, 3), examples(7)
+    model, given = init_tensors(MLP, 3), examples(7)
     single = engine.fisher(MLP, model, given)
     whole = engine.fisher(MLP, model, given, each=7)
     assert all((whole[name] <= single[name] + 1e-7).all() for name in model)
@@ -71,7 +71,7 @@ def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None
 def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
     """With a budget for one gradient at a time the diagonal is the same."""
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
-    model, given = init(MLP, 3), examples()
+    model, given = init_tensors(MLP, 3), examples()
     wide, narrow = (module.TorchEngine(budget, base_bytes=0).fisher(MLP, model, given) for budget in (AMPLE, 1))
     for name in model:
         np.testing.assert_allclose(narrow[name], wide[name], rtol=1e-5, atol=1e-9)
@@ -112,6 +112,6 @@ def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
 def test_nothing_to_take_gradients_of_is_said(engine: Any) -> None:
     """No examples, and groups of none."""
     with pytest.raises(DataError, match="no examples"):
-        engine.fisher(MLP, init(MLP, 3), examples(0))
+        engine.fisher(MLP, init_tensors(MLP, 3), examples(0))
     with pytest.raises(JobError, match="groups of 0"):
-        engine.fisher(MLP, init(MLP, 3), examples(), each=0)
+        engine.fisher(MLP, init_tensors(MLP, 3), examples(), each=0)

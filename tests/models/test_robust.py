@@ -32,13 +32,13 @@ def flat(update: Mapping[str, np.ndarray]) -> np.ndarray:
 def everything(updates: Sequence[dict[str, np.ndarray]], f: int) -> dict[str, dict[str, np.ndarray]]:
     """What each rule makes of the updates; f of them may be arbitrary."""
     rows, centre = Rows(updates), {name: np.zeros_like(array) for name, array in updates[0].items()}
-    lengths = robust.norms(rows, NAMES, centre)
+    lengths = robust.difference_norms(rows, NAMES, centre)
     best = np.argsort(robust.krum_scores(rows, NAMES, f), kind="stable")
     return {
         "trimmed_mean": robust.trimmed_mean(rows, NAMES, f),
         "median": robust.median(rows, NAMES),
-        "krum": robust.mean(rows, NAMES, best[:1]),
-        "multi_krum": robust.mean(rows, NAMES, best[: len(rows) - f]),
+        "krum": robust.mean_of_rows(rows, NAMES, best[:1]),
+        "multi_krum": robust.mean_of_rows(rows, NAMES, best[: len(rows) - f]),
         "clipped": robust.clipped_mean(rows, NAMES, centre, lengths, float(np.median(lengths))),
     }
 
@@ -93,7 +93,7 @@ def test_krums_scores_are_their_definition(f: int) -> None:
 def test_clipping_is_its_definition_and_leaves_short_changes_alone() -> None:
     """Centre + mean of min(1, radius / norm) * change; with a radius beyond all norms it is the mean."""
     updates, centre = drawn(6), drawn(1, seed=9)[0]
-    lengths = robust.norms(Rows(updates), NAMES, centre)
+    lengths = robust.difference_norms(Rows(updates), NAMES, centre)
     changes = [flat(update) - flat(centre) for update in updates]
     assert lengths == pytest.approx([np.linalg.norm(change) for change in changes])
     radius = float(np.sort(lengths)[2])
@@ -159,7 +159,7 @@ def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.
     for made in (
         lambda: robust.trimmed_mean(rows, ["w"], 2),
         lambda: robust.krum_scores(rows, ["w"], 2),
-        lambda: robust.clipped_mean(rows, ["w"], centre, robust.norms(rows, ["w"], centre), 0.5),
+        lambda: robust.clipped_mean(rows, ["w"], centre, robust.difference_norms(rows, ["w"], centre), 0.5),
         lambda: robust.median(Rows(updates, [[0, 1], [2, 3], [4, 5], [6, 7]]), ["w"]),
     ):
         tracemalloc.start()
@@ -172,13 +172,13 @@ def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.
 def test_buckets_hold_everybody_once_and_differ_less() -> None:
     """Seven in buckets of two: four rows, each the mean of its updates; a row of one is that update."""
     updates = drawn(7)
-    groups = robust.buckets(7, 2, np.random.default_rng(5))
+    groups = robust.draw_buckets(7, 2, np.random.default_rng(5))
     assert sorted(index for group in groups for index in group) == list(range(7))
     assert sorted(map(len, groups)) == [1, 2, 2, 2]
-    assert groups != robust.buckets(7, 2, np.random.default_rng(6))
+    assert groups != robust.draw_buckets(7, 2, np.random.default_rng(6))
     rows = Rows(updates, groups)
     assert len(rows) == 4
-    read = np.concatenate([block for name in NAMES for _, block in rows.blocks(name)], axis=1)
+    read = np.concatenate([block for name in NAMES for _, block in rows.iterate_blocks(name)], axis=1)
     assert read == pytest.approx(np.array([np.mean([flat(updates[i]) for i in group], axis=0) for group in groups]))
 
 
@@ -215,4 +215,4 @@ def test_too_few_rows_for_the_attackers_are_known_beforehand(
     rule: str, count: int, f: int, size: int, fine: bool
 ) -> None:
     """More than 2 f + 2 for Krum, more than 2 f for the others; buckets count as if each attacker spoiled one."""
-    assert robust.tolerates(rule, count, f, size) is fine
+    assert robust.tolerates_attackers(rule, count, f, size) is fine

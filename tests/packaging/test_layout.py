@@ -31,7 +31,7 @@ def imported(code: str) -> set[str]:
 
 def test_links_and_package_mapping_agree() -> None:
     """`fedquilt/x` is a relative link to the folder that `fedquilt.x` is packaged from."""
-    setup = config.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
+    setup = config.read_toml(ROOT / "pyproject.toml")["tool"]["setuptools"]
     assert setup["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
     links = {path.name: str(path.readlink()) for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in FOLDERS}
@@ -60,7 +60,7 @@ def test_make_tree_writes_the_package_without_links(tmp_path: Path) -> None:
 
 def test_every_package_folder_is_listed() -> None:
     """A folder with an __init__.py that is missing in `packages` would be missing in the wheel."""
-    setup = config.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
+    setup = config.read_toml(ROOT / "pyproject.toml")["tool"]["setuptools"]
     ours = {init.parent.relative_to(ROOT) for init in (ROOT / "fedquilt").rglob("__init__.py")}
     linked = {init.parent.relative_to(ROOT) for folder in FOLDERS for init in (ROOT / folder).rglob("__init__.py")}
     found = {".".join(path.parts) for path in ours} | {".".join(("fedquilt", *path.parts)) for path in linked}
@@ -89,7 +89,7 @@ def test_shared_code_and_coordinator_import_nothing_heavy() -> None:
         "coordinator.server",
         "coordinator.views.terminal",
         "tools.simulation.agents",
-        *(f"methods.{name}" for name in methods.names()),
+        *(f"methods.{name}" for name in methods.builtin_names()),
     )
     assert not imported(f"import {', '.join(f'fedquilt.{module}' for module in modules)}") & set(HEAVY)
 

@@ -58,7 +58,7 @@ def test_a_rehearsal_that_cannot_run_here_is_skipped_and_says_why(
 ) -> None:
     """In the words of `fedquilt emulate --systemd` itself, before it is started."""
     here = host.Machine("x86_64", user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
-    monkeypatch.setattr(host.Machine, "here", lambda folder: here)
+    monkeypatch.setattr(host.Machine, "detect", lambda folder: here)
     stages = {stage.name: stage for stage in nightly.stages()}
     assert stages["rehearsal"].commands == ((sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd"),)
     assert stages["rehearsal"].hindrance == (f"emulate needs {why}" if why else "")

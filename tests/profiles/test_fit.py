@@ -9,20 +9,20 @@ from fedquilt.profiles import fit, model
 
 TOP = {"cpu_hz": 2e9, "gpu_hz": 1.3e9, "emc_hz": 1.8e9}
 LISTS = {"cpu_hz": [0.4e9, 0.8e9, 1.2e9, 1.6e9, 2e9], "gpu_hz": [0.3e9, 0.8e9, 1.3e9], "emc_hz": [0.6e9, 1.2e9, 1.8e9]}
-GRID = model.grid(LISTS, 100)
+GRID = model.make_grid(LISTS, 100)
 TIME = model.Inverse(1e-12, {"cpu_hz": 1e-3, "gpu_hz": 4e-3, "emc_hz": 2e-3})
 POWER = model.Draw(3.0, {"cpu_hz": 2.0, "gpu_hz": 6.0, "emc_hz": 1.0}, exponent=2.5)
 
 
 def seen(value, noise: float = 0.0, count: int = 14) -> list[fit.Seen]:
     rng = np.random.default_rng(3)
-    chosen = [GRID[place] for place in fit.design(GRID, count, TOP)]
+    chosen = [GRID[place] for place in fit.select_points_to_measure(GRID, count, TOP)]
     return [fit.Seen(clocks, value(clocks, TOP) * rng.lognormal(0.0, noise)) for clocks in chosen]
 
 
 def test_a_time_without_noise_comes_back_exactly():
     """All four coefficients, and no error anywhere."""
-    found, errors = fit.inverse(seen(TIME.seconds), TOP)
+    found, errors = fit.fit_time_law(seen(TIME.compute_seconds), TOP)
     assert found.fixed_s == pytest.approx(TIME.fixed_s)
     assert found.cycles == pytest.approx(dict(TIME.cycles))
     assert errors.worst == pytest.approx(0.0, abs=1e-9)
@@ -30,7 +30,7 @@ def test_a_time_without_noise_comes_back_exactly():
 
 def test_a_power_without_noise_comes_back_with_its_exponent():
     """One of those that are tried."""
-    found, errors = fit.draw(seen(POWER.watts), TOP)
+    found, errors = fit.fit_power_model(seen(POWER.compute_watts), TOP)
     assert (found.base_w, found.exponent) == (pytest.approx(3.0), 2.5)
     assert found.axes_w == pytest.approx(dict(POWER.axes_w))
     assert errors.median == pytest.approx(0.0, abs=1e-9)
@@ -38,8 +38,8 @@ def test_a_power_without_noise_comes_back_with_its_exponent():
 
 def test_a_noisy_time_is_recovered_about_as_well_as_the_fit_says():
     """With 3 % noise all points of the grid are within 6 %, and the error that is told is of that size."""
-    found, errors = fit.inverse(seen(TIME.seconds, 0.03), TOP)
-    off = [abs(found.seconds(clocks, TOP) / TIME.seconds(clocks, TOP) - 1) for clocks in GRID]
+    found, errors = fit.fit_time_law(seen(TIME.compute_seconds, 0.03), TOP)
+    off = [abs(found.compute_seconds(clocks, TOP) / TIME.compute_seconds(clocks, TOP) - 1) for clocks in GRID]
     assert max(off) < 0.06
     assert 0.01 < errors.median < 0.06
     assert errors.worst < 0.12
@@ -48,7 +48,7 @@ def test_a_noisy_time_is_recovered_about_as_well_as_the_fit_says():
 def test_coefficients_are_never_negative():
     """Time that grows with a clock, as a lone outlier may say, is not believed."""
     backwards = [fit.Seen({"cpu_hz": hz}, hz / 1e9) for hz in (1e9, 1.5e9, 2e9)]
-    found, errors = fit.inverse(backwards, TOP)
+    found, errors = fit.fit_time_law(backwards, TOP)
     assert found.cycles == {}
     assert found.fixed_s > 0
     assert errors.worst > 0.2
@@ -56,7 +56,7 @@ def test_coefficients_are_never_negative():
 
 def test_what_does_not_vary_is_not_told_apart():
     """One point: all of its time is fixed, and no error can be told."""
-    found, errors = fit.inverse([fit.Seen(dict(TOP), 2.0)], TOP)
+    found, errors = fit.fit_time_law([fit.Seen(dict(TOP), 2.0)], TOP)
     assert (found.fixed_s, dict(found.cycles)) == (pytest.approx(2.0), {})
     assert (errors.median, errors.worst, errors.left_out) == (None, None, (None,))
 
@@ -64,35 +64,35 @@ def test_what_does_not_vary_is_not_told_apart():
 def test_a_point_that_alone_tells_of_a_clock_cannot_be_left_out():
     """Two of three points differ in nothing but the third's clock."""
     points = [fit.Seen({"cpu_hz": 1e9}, 2.0), fit.Seen({"cpu_hz": 1e9}, 2.2), fit.Seen({"cpu_hz": 2e9}, 1.0)]
-    _, errors = fit.inverse(points, TOP)
+    _, errors = fit.fit_time_law(points, TOP)
     assert errors.left_out[2] is None
     assert errors.left_out[0] is not None
 
 
 def test_base_power_is_no_less_than_its_floor():
     """A board at work draws no less than one at rest."""
-    found, _ = fit.draw(seen(POWER.watts), TOP, floor_w=5.0)
+    found, _ = fit.fit_power_model(seen(POWER.compute_watts), TOP, floor_w=5.0)
     assert found.base_w >= 5.0
 
 
 def test_nothing_seen_is_refused():
     """There is no fit of nothing."""
     with pytest.raises(ValueError, match="nothing to fit"):
-        fit.inverse([], TOP)
+        fit.fit_time_law([], TOP)
 
 
 def test_the_design_begins_with_the_fastest_and_the_middle_and_then_takes_corners():
     """Each point once; the first five hold both ends of every clock, so that all coefficients can be told."""
-    chosen = [GRID[place] for place in fit.design(GRID, 6, TOP)]
+    chosen = [GRID[place] for place in fit.select_points_to_measure(GRID, 6, TOP)]
     assert chosen[0] == GRID[0]
     assert chosen[1] == {"cpu_hz": 1.2e9, "gpu_hz": 0.8e9, "emc_hz": 1.2e9}
     for axis, values in LISTS.items():
         assert {values[0], values[-1]} <= {clocks[axis] for clocks in chosen}
     assert len({tuple(clocks.values()) for clocks in chosen}) == 6
-    assert fit.design(GRID, 6, TOP) == fit.design(GRID, 6, TOP)
+    assert fit.select_points_to_measure(GRID, 6, TOP) == fit.select_points_to_measure(GRID, 6, TOP)
 
 
 def test_a_design_takes_no_more_than_there_is():
     """All of two; nothing of nothing."""
-    assert sorted(fit.design(GRID[:2], 10, TOP)) == [0, 1]
-    assert fit.design([], 3, TOP) == []
+    assert sorted(fit.select_points_to_measure(GRID[:2], 10, TOP)) == [0, 1]
+    assert fit.select_points_to_measure([], 3, TOP) == []

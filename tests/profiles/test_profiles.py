@@ -73,34 +73,34 @@ cpu_w = { value = 4, source = "guess" }
 
 def test_the_boards_the_brief_names_are_there():
     """One file each, found by its name."""
-    assert profiles.names() == BOARDS
+    assert profiles.board_names() == BOARDS
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_file_loads_and_is_named_after_its_board(name):
     """The strict schema holds, and no source is without a number that uses it."""
-    board = profiles.load(name)
+    board = profiles.load_board_profile(name)
     assert board.board == name
-    assert {figure.source for figure in board.figures()} == set(board.sources)
+    assert {figure.source for figure in board.sourced_values()} == set(board.sources)
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_what_nobody_measured_is_called_assumed(name):
     """Speed and busy power of no board were measured by us, and no file claims so."""
-    board = profiles.load(name)
+    board = profiles.load_board_profile(name)
     for point in board.operating_points():
-        assert board.provenance(*board.basis(point.name, "flops_per_s", "bytes_per_s")) == "assumed"
-        assert board.provenance(*board.basis(point.name, "busy_w")) == "assumed"
+        assert board.provenance(*board.values_behind(point.name, "flops_per_s", "bytes_per_s")) == "assumed"
+        assert board.provenance(*board.values_behind(point.name, "busy_w")) == "assumed"
 
 
 @pytest.mark.parametrize("name", sorted(CORES))
 def test_assumed_speeds_follow_from_the_rule_they_state(name):
     """At the highest clocks 30 % of cores * 2 * gpu_hz and 60 % of 2 * emc_hz * bus width, to the digits given."""
-    board = profiles.load(name)
-    top = board.top()
-    flop_s = board.model.inverse("flop").seconds({}, top)
+    board = profiles.load_board_profile(name)
+    top = board.highest_clocks()
+    flop_s = board.model.time_law("flop").compute_seconds({}, top)
     assert 1 / flop_s == pytest.approx(0.3 * CORES[name] * 2 * top["gpu_hz"], rel=2e-3)
-    byte_s = board.model.inverse("byte").seconds({}, top)
+    byte_s = board.model.time_law("byte").compute_seconds({}, top)
     assert 1 / byte_s == pytest.approx(0.6 * 2 * top["emc_hz"] * BUS_BYTES[name], rel=5e-3)
 
 
@@ -111,36 +111,36 @@ CYCLES = {"nano": 2.5, "tx2": 2.5, "xavier": 1.6, "orin": 1.5, "thor": 1.0, "ras
 @pytest.mark.parametrize("name", GRIDDED)
 def test_assumed_launches_follow_the_processor_as_they_state(name):
     """90000 cycles for an operation and 15 million for a task, times what the core needs more of them."""
-    times = profiles.load(name).model
+    times = profiles.load_board_profile(name).model
     more = next(more for key, more in reversed(CYCLES.items()) if key in name)
-    assert dict(times.inverse("launch").cycles) == {"cpu_hz": 90_000 * more}
-    assert dict(times.inverse("task").cycles) == {"cpu_hz": 15e6 * more}
-    assert f"times {more:g}, as a" in profiles.load(name).sources["launch"].text
+    assert dict(times.time_law("launch").cycles) == {"cpu_hz": 90_000 * more}
+    assert dict(times.time_law("task").cycles) == {"cpu_hz": 15e6 * more}
+    assert f"times {more:g}, as a" in profiles.load_board_profile(name).sources["launch"].text
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_no_task_of_a_shipped_board_is_free(name):
     """One epoch of a small perceptron costs more than the milliseconds of its launches at every point."""
     work = Work(flops=2.6e6, launches=864.0)
-    for point in profiles.load(name).operating_points():
+    for point in profiles.load_board_profile(name).operating_points():
         assert point.launch_s
         assert point.task_s
-        assert cost_model.seconds(work, point) > 864 * point.launch_s > 0.01
+        assert cost_model.work_seconds(work, point) > 864 * point.launch_s > 0.01
 
 
 @pytest.mark.parametrize("name", sorted(set(CORES) - {"jetson-tx2"}))
 def test_assumed_time_is_split_as_it_states(name):
     """23 % follows no clock, 5 % the CPU's, 44 % the GPU's, 28 % the memory's, at the highest clocks."""
-    board = profiles.load(name)
-    law, top = board.model.inverse("flop"), board.top()
-    whole_s = law.seconds({}, top)
+    board = profiles.load_board_profile(name)
+    law, top = board.model.time_law("flop"), board.highest_clocks()
+    whole_s = law.compute_seconds({}, top)
     parts = [law.fixed_s, *(law.cycles[axis] / top[axis] for axis in ("cpu_hz", "gpu_hz", "emc_hz"))]
     assert [part / whole_s for part in parts] == pytest.approx([0.23, 0.05, 0.44, 0.28], rel=2e-3)
 
 
 def test_the_tx2_moves_as_the_paper_measured():
     """FedStitch, Table II: 1 : 1.21 : 1.38 in speed, 1 : 1.25 : 1.14 in power; the model gives the speeds too."""
-    board = profiles.load("jetson-tx2")
+    board = profiles.load_board_profile("jetson-tx2")
     points = {point.name: point for point in board.operating_points()}
     slow, middle, fast = (points[name] for name in ("MAXQ", "MAXP_CORE_ALL", "MAXN"))
     assert middle.flops_per_s / slow.flops_per_s == pytest.approx(1.21, rel=1e-3)
@@ -149,22 +149,22 @@ def test_the_tx2_moves_as_the_paper_measured():
     assert fast.busy_w / slow.busy_w == pytest.approx(1.14)
     for point in (slow, middle, fast):
         clocks = {"cpu_hz": point.cpu_hz, "gpu_hz": point.gpu_hz, "emc_hz": point.emc_hz}
-        assert board.model.inverse("flop").seconds(clocks, board.top()) * point.flops_per_s == pytest.approx(
-            1, rel=2e-3
-        )
+        assert board.model.time_law("flop").compute_seconds(
+            clocks, board.highest_clocks()
+        ) * point.flops_per_s == pytest.approx(1, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", sorted(CORES))
 def test_assumed_power_follows_from_the_rule_it_states(name):
     """Exactly that of the mode with most of the clocks, and no less than idle at rest; shares of 20, 60 and 20 %."""
-    board = profiles.load(name)
-    draw, top = board.model.draw(), board.top()
+    board = profiles.load_board_profile(name)
+    draw, top = board.model.power_model(), board.highest_clocks()
     following = sum(draw.axes_w.values())
     for key, share in WATTS.items():
         assert getattr(board.model, key).value == pytest.approx(share * following, rel=2e-3)
     assert draw.base_w >= (0.0 if board.idle_w is None else board.idle_w.value)
     named = [mode for mode in board.points if mode.busy_w is not None]
-    modelled = {m.name: draw.watts(clocks(m), top) for m in named}
+    modelled = {m.name: draw.compute_watts(clocks(m), top) for m in named}
     anchor = max(named, key=lambda mode: modelled[mode.name])
     assert modelled[anchor.name] == pytest.approx(anchor.busy_w.value, rel=2e-3)
 
@@ -176,7 +176,7 @@ def clocks(mode: profiles.Point) -> dict[str, float]:
 @pytest.mark.parametrize("name", GRIDDED)
 def test_more_clock_is_never_slower_and_never_draws_less(name):
     """Over the whole grid; otherwise a governor would always pick it, on numbers nobody measured."""
-    board = profiles.load(name)
+    board = profiles.load_board_profile(name)
     modes = {mode.name for mode in board.points}
     grid = [point for point in board.operating_points() if point.name not in modes]
     for low in grid:
@@ -189,7 +189,7 @@ def test_more_clock_is_never_slower_and_never_draws_less(name):
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
     """The modes first, as the file has them, then the grid; together they fit into one message."""
-    board = profiles.load(name)
+    board = profiles.load_board_profile(name)
     points = board.operating_points()
     assert [point.name for point in points[: len(board.points)]] == [mode.name for mode in board.points]
     assert len({point.name for point in points}) == len(points) <= profiles.MOST_POINTS
@@ -200,14 +200,18 @@ def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
     assert len(msgspec.json.encode(recorded)) < 120_000  # below the 128 KiB that brokers take
     assert msgspec.json.decode(msgspec.json.encode(recorded), type=list[OperatingPoint]) == recorded
     if name in GRIDDED:
-        lists = board.clocks.lists()
+        lists = board.clocks.frequencies_by_axis()
         for point in points[len(board.points) :]:
             assert all(getattr(point, axis) in values for axis, values in lists.items())
 
 
 def test_idle_power_names_its_hardware_and_is_absent_where_nobody_measured_it():
     """Which module, and what of the board was off: no number is borrowed in silence."""
-    idle = {name: profiles.load(name) for name in BOARDS if profiles.load(name).idle_w is not None}
+    idle = {
+        name: profiles.load_board_profile(name)
+        for name in BOARDS
+        if profiles.load_board_profile(name).idle_w is not None
+    }
     for name, board in idle.items():
         text = board.sources[board.idle_w.source].text
         assert any(word in text for word in ("module", "Orin Nano", "board", "developer kit", "processor")), name
@@ -221,14 +225,17 @@ def test_idle_power_names_its_hardware_and_is_absent_where_nobody_measured_it():
 
 def test_super_modes_have_their_true_tops():
     """Orin NX: 1173 MHz for the GPU; Orin Nano: 1020 MHz and 1728 MHz for the CPU."""
-    assert profiles.load("jetson-orin-nx-super").top()["gpu_hz"] == 1173e6
+    assert profiles.load_board_profile("jetson-orin-nx-super").highest_clocks()["gpu_hz"] == 1173e6
     for name in ("jetson-orin-nano-super", "jetson-orin-nano-4gb-super"):
-        assert (profiles.load(name).top()["gpu_hz"], profiles.load(name).top()["cpu_hz"]) == (1020e6, 1728e6)
+        assert (
+            profiles.load_board_profile(name).highest_clocks()["gpu_hz"],
+            profiles.load_board_profile(name).highest_clocks()["cpu_hz"],
+        ) == (1020e6, 1728e6)
 
 
 def test_numbers_travel_without_their_sources():
     """An operating point of the wire holds what is known and None for the rest; no model, no grid."""
-    (sent,) = profiles.parse(SMALL, "small").operating_points()
+    (sent,) = profiles.parse_board_profile(SMALL, "small").operating_points()
     assert (sent.name, sent.cpu_hz, sent.busy_w, sent.gpu_hz, sent.flops_per_s) == ("slow", 2, 3, None, None)
 
 
@@ -237,14 +244,14 @@ def test_the_model_fills_in_what_a_mode_does_not_say_and_spans_the_grid():
 
     At cpu 4, gpu 10: 1 / (0.1 + 0.1 + 0.2) = 2.5 FLOP/s and 1 + 4 = 5 W; at cpu 1, gpu 5: 1/0.9 and 1 + 4/16.
     """
-    board = profiles.parse(SMALL.replace("[[points]]", LAW + "[[points]]"), "small")
+    board = profiles.parse_board_profile(SMALL.replace("[[points]]", LAW + "[[points]]"), "small")
     mode, *grid = board.operating_points()
     assert (mode.flops_per_s, mode.busy_w, mode.gpu_hz) == (2.0, 3.0, None)
     assert [(point.cpu_hz, point.gpu_hz) for point in grid] == [(4, 10), (4, 5), (2, 10), (2, 5), (1, 10), (1, 5)]
     assert (grid[0].flops_per_s, grid[0].busy_w) == (2.5, 5.0)
     assert (grid[-1].flops_per_s, grid[-1].busy_w) == (1.111, 1.25)
-    assert board.provenance(*board.basis("slow", "busy_w", "flops_per_s")) == "assumed"
-    assert [figure.value for figure in board.basis("slow", "busy_w")] == [3]
+    assert board.provenance(*board.values_behind("slow", "busy_w", "flops_per_s")) == "assumed"
+    assert [figure.value for figure in board.values_behind("slow", "busy_w")] == [3]
 
 
 @pytest.mark.parametrize(
@@ -261,12 +268,12 @@ def test_a_model_that_cannot_be_used_is_refused(old, new, message):
     """With the file's name."""
     text = SMALL.replace("[[points]]", LAW + "[[points]]")
     with pytest.raises(JobError, match=rf"small\.toml.*{message}"):
-        profiles.parse(text.replace(old, new), "small.toml")
+        profiles.parse_board_profile(text.replace(old, new), "small.toml")
 
 
 def test_provenance_is_that_of_the_least_sure_number():
     """Datasheet with datasheet is datasheet; with an assumption it is assumed."""
-    board = profiles.parse(SMALL, "small")
+    board = profiles.parse_board_profile(SMALL, "small")
     (point,) = board.points
     assert board.provenance(board.memory_bytes, point.cpu_hz) == "datasheet"
     assert board.provenance(point.cpu_hz, None, point.busy_w) == board.provenance() == "assumed"
@@ -286,21 +293,25 @@ def test_provenance_is_that_of_the_least_sure_number():
 def test_a_number_without_its_source_is_refused(old, new, message):
     """As is anything else the schema does not know; the message names file and place."""
     with pytest.raises(JobError, match=rf"small\.toml.*{message}"):
-        profiles.parse(SMALL.replace(old, new), "small.toml")
+        profiles.parse_board_profile(SMALL.replace(old, new), "small.toml")
 
 
 def test_an_unknown_board_lists_those_there_are():
     """The mend is in the message."""
     with pytest.raises(JobError, match=r"'jetson-tx9' is unknown; there are: jetson-agx-orin, .*auto"):
-        profiles.load("jetson-tx9")
+        profiles.load_board_profile("jetson-tx9")
 
 
 def test_a_profile_is_found_by_its_file_or_its_name(tmp_path: Path) -> None:
     """A name that does not ship is answered with those that do, and the nearest."""
     own = tmp_path / "own.toml"
     own.write_text((Path(profiles.__file__).parent / "jetson-tx2.toml").read_text())
-    assert profiles.find(str(own)) == profiles.find("jetson-tx2") == profiles.load("jetson-tx2")
+    assert (
+        profiles.find_board_profile(str(own))
+        == profiles.find_board_profile("jetson-tx2")
+        == profiles.load_board_profile("jetson-tx2")
+    )
     with pytest.raises(JobError, match=r"'jetson-orin-nan' is no file, .*; did you mean 'jetson-orin-nano'\?"):
-        profiles.find("jetson-orin-nan")
+        profiles.find_board_profile("jetson-orin-nan")
     with pytest.raises(JobError, match=r"none\.toml cannot be read"):
-        profiles.find(str(tmp_path / "none.toml"))
+        profiles.find_board_profile(str(tmp_path / "none.toml"))

@@ -75,18 +75,18 @@ def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain
     """
     pytest.importorskip("onnxruntime")
     sent: list[tuple[str, int]] = []
-    send = OverLink.send
+    send = OverLink.send_task
 
     def watched(link: OverLink, device: str, task: Task, now_s: float) -> None:
         sent.append((device, task.round))
         send(link, device, task, now_s)
 
-    monkeypatch.setattr(OverLink, "send", watched)
+    monkeypatch.setattr(OverLink, "send_task", watched)
     job, stock = goldens._job("fedstitch", tmp_path)
     plan = agents.Plan(job, stock, tmp_path / "runs")
-    run, status = agents.virtually(plan)
+    run, status = agents.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        facts = [fact for _, _, fact in store.facts(run)]
+        facts = [fact for _, _, fact in store.read_events(run)]
     asked = [fact for fact in facts if isinstance(fact, Asked)]
     answered = [(fact.update.device, fact.round) for fact in facts if isinstance(fact, Answered)]
     declined = [fact for fact in facts if isinstance(fact, Declined)]

@@ -66,22 +66,22 @@ def no_sync_of_folders(patch: Patch) -> None:
 
 def a_state_after_its_fact(patch: Patch) -> None:
     """A round's state is stored once the fact that names it is written."""
-    commit, record, held = Running._compute_commit, Running.record, []
+    commit, record, held = Running._compute_commit, Running.record_event, []
 
     def early(self: Running, rounds: Rounds, now_s: float) -> Done:
         done, depot = commit(self, rounds, now_s), self._store.depot
         held[:] = [depot.load(done.fact.state.sha256)]
-        depot.drop(done.fact.state.sha256)
+        depot.remove_blob(done.fact.state.sha256)
         return done
 
     def late(self: Running, fact: AnyFact, now_s: float) -> None:
         record(self, fact, now_s)
         if isinstance(fact, Committed):
             for payload in held:
-                self._store.depot.put(payload)
+                self._store.depot.store_bytes(payload)
 
     patch.setattr(Running, "_compute_commit", early)
-    patch.setattr(Running, "record", late)
+    patch.setattr(Running, "record_event", late)
 
 
 def a_torn_private_file(patch: Patch) -> None:
@@ -99,31 +99,33 @@ def a_torn_private_file(patch: Patch) -> None:
 
 def an_update_folded_twice(patch: Patch) -> None:
     """A commit folds all updates, those too that are folded already."""
-    patch.setattr(Folding, "left", lambda self, updates: sorted(updates))
+    patch.setattr(Folding, "remaining_devices", lambda self, updates: sorted(updates))
 
 
 def another_order(patch: Patch) -> None:
     """A commit folds what is left from the last device on; where a method's sums are exact, that is no bug."""
-    plain = Folding.left
-    patch.setattr(Folding, "left", lambda self, updates: plain(self, updates)[::-1])
+    plain = Folding.remaining_devices
+    patch.setattr(Folding, "remaining_devices", lambda self, updates: plain(self, updates)[::-1])
 
 
 def no_round_check(patch: Patch) -> None:
     """An update counts in whatever round it arrives."""
-    plain = admission._offered
+    plain = admission._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: admission.Offered) -> admission.Step:
         if state is not None and event.update.job == job and event.device in state.asked:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(admission, "_offered", offered)
+    patch.setattr(admission, "_decide_on_announcement", offered)
 
 
 def no_chunk_hash(patch: Patch) -> None:
     """A chunk of the right size is right."""
     patch.setattr(
-        chunks, "is_chunk", lambda manifest, index, payload: len(payload) == chunks.extent(manifest, index)[1]
+        chunks,
+        "is_valid_chunk",
+        lambda manifest, index, payload: len(payload) == chunks.chunk_extent(manifest, index)[1],
     )
 
 
@@ -133,36 +135,36 @@ def no_blob_hash(patch: Patch) -> None:
 
     def put(self: Depot, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         ref = expected or BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-        if not self.has(ref):
-            self._store(payload, ref.sha256)
+        if not self.has_blob(ref):
+            self._store_payload(payload, ref.sha256)
         return ref
 
     def finish(self: Depot, ref: BlobRef) -> None:
-        self.disk.sync(self._part(ref.sha256))
-        self._move_into_place(self._part(ref.sha256), ref.sha256)
+        self.disk.sync(self._part_path(ref.sha256))
+        self._move_into_place(self._part_path(ref.sha256), ref.sha256)
 
-    patch.setattr(Depot, "put", put)
-    patch.setattr(Depot, "finish", finish)
+    patch.setattr(Depot, "store_bytes", put)
+    patch.setattr(Depot, "finish_part", finish)
 
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
     """What follows from a fact is done before the facts of a step are written."""
-    patch.setattr(Serving, "_act", lambda self, action, now_s: self.carry_out(action, now_s))
+    patch.setattr(Serving, "_schedule_action", lambda self, action, now_s: self.carry_out(action, now_s))
 
 
 def a_task_that_stays_due(patch: Patch) -> None:
     """A task that nobody sends again is due until somebody does."""
-    plain = Issues.due
+    plain = Issues.take_due_devices
 
     def due(self: Issues, now_s: float) -> list[str]:
         sent = {device: issue.sent_s for device, issue in self._open.items()}
         found = plain(self, now_s)
         for device in found:
             self._open[device].sent_s = sent[device]
-            self._list(device, self._open[device].due_s)
+            self._schedule_repetition(device, self._open[device].due_s)
         return found
 
-    patch.setattr(Issues, "due", due)
+    patch.setattr(Issues, "take_due_devices", due)
 
 
 def an_event_before_its_blobs(patch: Patch) -> None:
@@ -171,10 +173,10 @@ def an_event_before_its_blobs(patch: Patch) -> None:
     def write(self: Store, rows: Any) -> None:
         if rows:
             with self._write_transaction():
-                self._rows.append(rows)
-            self.depot.settle()
+                self._rows.append_events(rows)
+            self.depot.sync_small_blobs()
 
-    patch.setattr(Store, "_write", write)
+    patch.setattr(Store, "_write_events", write)
 
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
@@ -185,12 +187,12 @@ def a_refusal_kept_after_a_commit(patch: Patch) -> None:
 
 def an_epoch_used_again(patch: Patch) -> None:
     """A coordinator that starts again takes the epoch of the start before."""
-    plain = Store.next_epoch
+    plain = Store.begin_epoch
 
     def next_epoch(self: Store, above: int = 0) -> int:
-        return self._epoch() or plain(self, above)
+        return self._read_epoch() or plain(self, above)
 
-    patch.setattr(Store, "next_epoch", next_epoch)
+    patch.setattr(Store, "begin_epoch", next_epoch)
 
 
 def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
@@ -210,7 +212,7 @@ def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
 
     def said(self: Server, device: str, message: Any, now_s: float) -> None:
         if isinstance(message, Profile):
-            return self.registry.profile(device, message)
+            return self.registry.update_profile(device, message)
         return plain(self, device, message, now_s)
 
     patch.setattr(Server, "_handle_message", said)
@@ -218,33 +220,33 @@ def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
 
 def a_round_check_off_by_one(patch: Patch) -> None:
     """An update of the round before counts in the running round."""
-    plain = admission._offered
+    plain = admission._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: admission.Offered) -> admission.Step:
         if state is not None and event.update.round + 1 == state.round and event.device in state.asked:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(admission, "_offered", offered)
+    patch.setattr(admission, "_decide_on_announcement", offered)
 
 
 def an_outbox_removed_too_early(patch: Patch) -> None:
     """A device removes its update from the outbox before it notes that the update counts."""
-    settled = Local.settle
+    settled = Local.record_ack
 
     def settle(self: Local, key: Any, accepted: bool, counted: Any) -> None:
-        folder = self._folder(key)
+        folder = self._entry_folder(key)
         with doing(f"settle {folder}"):
-            if self._left_in(folder) is None:
-                self._remove(folder)
+            if self._private_state_in(folder) is None:
+                self._remove_entry(folder)
         return settled(self, key, accepted, counted)
 
-    patch.setattr(Local, "settle", settle)
+    patch.setattr(Local, "record_ack", settle)
 
 
 def a_refusal_kept_by_its_device(patch: Patch) -> None:
     """A device repeats its refusal of a task in later attempts at the round."""
-    plain, cleared = plan._arrived, plan._cleared
+    plain, cleared = plan._handle_task, plan._handle_cancellation
 
     def arrived(state: Any, event: Any, now_s: float, reading: Any) -> Any:
         last, task = state.refusal, event.task
@@ -256,13 +258,13 @@ def a_refusal_kept_by_its_device(patch: Patch) -> None:
         after, actions = cleared(state)
         return replace(after, refusal=state.refusal), actions
 
-    patch.setattr(plan, "_arrived", arrived)
-    patch.setattr(plan, "_cleared", keep)
+    patch.setattr(plan, "_handle_task", arrived)
+    patch.setattr(plan, "_handle_cancellation", keep)
 
 
 def a_retained_task_that_stays(patch: Patch) -> None:
     """The task of a device is withdrawn without clearing the message that the broker retains."""
-    patch.setattr(Issues, "withdraw", lambda self, device: self._open.pop(device, None))
+    patch.setattr(Issues, "cancel_task", lambda self, device: self._open.pop(device, None))
 
 
 def blobs_without_a_pin(patch: Patch) -> None:
@@ -272,16 +274,16 @@ def blobs_without_a_pin(patch: Patch) -> None:
 
 def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
     """A blob that could not be fetched counts as being fetched from then on."""
-    plain = Transfers._end
+    plain = Transfers._end_transfer
 
     def end(self: Transfers, key: Any, error: str | None) -> None:
         ref = self._wanted[key]
         plain(self, key, error)
-        if error is not None and not self._depot.has(ref):
+        if error is not None and not self._depot.has_blob(ref):
             self._wanted[key] = ref
             self._askers.setdefault(key[1], {})[key] = None
 
-    patch.setattr(Transfers, "_end", end)
+    patch.setattr(Transfers, "_end_transfer", end)
 
 
 class Planted(NamedTuple):
@@ -339,7 +341,7 @@ def first(theatre: Theatre, planted: Planted, base: int) -> search.Failure | Non
     for seed in range(base, base + SEEDS):
         with pytest.MonkeyPatch.context() as patch:
             planted.plant(patch)
-            found = search.attempt(theatre, draw_schedule(seed, METHODS, **planted.drawn))
+            found = search.run_plan(theatre, draw_schedule(seed, METHODS, **planted.drawn))
         if isinstance(found, search.Failure):
             require_sound(theatre, found.plan)
             return found
@@ -347,7 +349,7 @@ def first(theatre: Theatre, planted: Planted, base: int) -> search.Failure | Non
 
 
 def require_sound(theatre: Theatre, plan: Schedule) -> None:
-    sound = search.attempt(theatre, plan)
+    sound = search.run_plan(theatre, plan)
     assert not isinstance(sound, search.Failure), sound.why
 
 
@@ -375,9 +377,9 @@ def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        short = search.shrunk(theatre, found)
-        assert len(short.plan.text()) < len(found.plan.text())
-        assert isinstance(search.attempt(theatre, parse_schedule(short.plan.text())), search.Failure)
+        short = search.shrink_failure(theatre, found)
+        assert len(short.plan.to_text()) < len(found.plan.to_text())
+        assert isinstance(search.run_plan(theatre, parse_schedule(short.plan.to_text())), search.Failure)
     require_sound(theatre, short.plan)
 
 
@@ -385,7 +387,7 @@ def test_a_process_that_keeps_its_processor_busy_is_named(theatre: Theatre) -> N
     """A coordinator whose boards are all away, and which takes a task that it does not send for one that is due."""
     with pytest.MonkeyPatch.context() as patch:
         a_task_that_stays_due(patch)
-        found = search.attempt(theatre, parse_schedule(ALL_AWAY))
+        found = search.run_plan(theatre, parse_schedule(ALL_AWAY))
     assert isinstance(found, search.Failure)
     assert found.why.startswith("coordinator spins: 21 steps at virtual second ")
     require_sound(theatre, parse_schedule(ALL_AWAY))

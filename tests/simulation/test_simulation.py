@@ -13,7 +13,7 @@ from fedquilt.testing.faults.world import Theatre
 
 SEEDS = range(150)
 PART = 50  # seeds of one test
-HERE = [name for name in search.candidates() if "numpy" in methods.load(name).engines]  # what runs without torch
+HERE = [name for name in search.supported_methods() if "numpy" in methods.load(name).engines]  # what runs without torch
 
 REPLAYS = (
     # a device that had reported a full disk started anew, and counted as full for ever
@@ -85,7 +85,7 @@ def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
     """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
     found = search.play_seeds(theatre, range(first, first + PART), among=HERE)
     played.append(found)
-    assert not found.failures, "\n".join(line for failure in found.failures for line in failure.lines())
+    assert not found.failures, "\n".join(line for failure in found.failures for line in failure.to_lines())
 
 
 def test_every_kind_of_fault_has_happened(played: list[search.Played]) -> None:
@@ -105,16 +105,16 @@ def test_what_was_found_once_does_not_come_back(theatre: Theatre, text: str) -> 
     schedule = parse_schedule(text)
     if schedule.method not in HERE:
         pytest.importorskip("torch")
-    found = search.attempt(theatre, schedule)
+    found = search.run_plan(theatre, schedule)
     assert not isinstance(found, search.Failure), found.why
 
 
-@pytest.mark.parametrize("name", [name for name in search.candidates() if name not in HERE])
+@pytest.mark.parametrize("name", [name for name in search.supported_methods() if name not in HERE])
 def test_methods_that_need_torch_take_part_too(theatre: Theatre, name: str) -> None:
     """A power failure of a board and one of the coordinator, with each."""
     plan = Schedule(method=name, devices=2, rounds=2)
     for who, call in (("dev-1", 70), ("coordinator", 90)):
-        faulty = parse_schedule(f"{plan.text()} crash:{who},{call},1,8.0")
-        found = search.attempt(theatre, faulty)
+        faulty = parse_schedule(f"{plan.to_text()} crash:{who},{call},1,8.0")
+        found = search.run_plan(theatre, faulty)
         assert not isinstance(found, search.Failure), found.why
         assert found["power"] == 1

@@ -15,7 +15,7 @@ from fedquilt.coordinator import housekeeping, settings, sites
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import Outcome
-from fedquilt.tools.artefacts.export import export
+from fedquilt.tools.artefacts.export import export_result
 from fedquilt.tools.site.worker import HALTED
 
 
@@ -109,8 +109,8 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
     """No state has come for it from above."""
-    job = settings.parse({"name": "own", "method": "fedavg"})
-    below = sites.below(methods.load("fedavg"), job, {})
+    job = settings.parse_job({"name": "own", "method": "fedavg"})
+    below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
         below.send(sites.Given(sites.NOTHING), DeviceView("a", None))
 
@@ -156,7 +156,7 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
         assert made.play() == "done"
         store = made._stores["site-0"]
         with pytest.raises(JobError, match="its result is at the coordinator above"):
-            export(store, run, tmp_path / "out.safetensors")
+            export_result(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")
         housekeeping.remove_runs(store, [run])

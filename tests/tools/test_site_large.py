@@ -28,11 +28,11 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     def begin(queue: Queue, now_s: float) -> list[str]:
         begun = plain(queue, now_s)
-        found.update(f"site-{number}" for number in range(4) if math.isinf(queue.held_s(f"site-{number}")))
+        found.update(f"site-{number}" for number in range(4) if math.isinf(queue.waiting_s(f"site-{number}")))
         return begun
 
-    plain = Queue.begin
-    monkeypatch.setattr(Queue, "begin", begin)
+    plain = Queue.start_turns
+    monkeypatch.setattr(Queue, "start_turns", begin)
     monkeypatch.setattr(virtual, "LARGE_BYTES", 0)
     monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
     for module in (mending, summing):

@@ -35,7 +35,7 @@ def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tup
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.names()]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_the_bits_of_every_method_are_those_of_one_coordinator(name: str, tmp_path: Path) -> None:
     """Sites of two boards and of one, and a board of the coordinator's own."""

@@ -1,1 +1,1 @@
-"""Artefacts: what `fedquilt prepare` makes for a job, and what is made of its result."""
+"""Preparation of job bundles, and export and use of results."""

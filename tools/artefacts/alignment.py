@@ -1,4 +1,4 @@
-"""Which of a donor's classes mean which of the job's labels: `align` and `classes` of a job's [[donors]]."""
+"""Alignment of a donor's classes with the labels of a job (`align` and `classes` of [[donors]])."""
 
 from __future__ import annotations
 
@@ -31,36 +31,35 @@ KNOWN: Mapping[str, Callable[[int], Groups]] = {
 }
 
 
-def groups(
+def align_labels(
     align: Align, names: str | None, classes: int, labels: Sequence[str], say: Callable[[str], None] = lambda line: None
 ) -> list[list[int]]:
-    """For each label, the numbers of the classes that mean it.
+    """Return for each label the numbers of the classes that have its meaning.
 
     Args:
-        align: a list of numbers for each label in order; a table of numbers and class names for each label by its
-            name; one of KNOWN; or "names": each label means the classes of which a name is the label, or ends in it as
-            words of their own ("tiger cat" is a cat, "catamaran" is not), in singular or plural.
-        names: where the class names are: a file with one a line, in the order of the classes, with commas between
-            synonyms; or "imagenet" for torchvision's list. None: only numbers can be given.
-        classes: how many the donor has.
-        labels: of the job.
-        say: told what was found by names, a line for each label: chance likeness ("hot dog") is for people to see.
+        align: Class numbers of each label in order, a table of numbers and class names by label, a name in KNOWN, or
+            "names". With "names" a class belongs to a label if one of its names is the label or ends in the label as
+            separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural.
+        names: File with one class per line and commas between synonyms, "imagenet" for the list of torchvision, or
+            None if only numbers are given.
+        classes: Number of classes of the donor.
+        labels: Labels of the job.
+        say: Function that prints the classes found by name, one line per label, for review.
 
     Raises:
-        JobError: an unknown word, labels that are missing or not the job's, names without a list of names, or a label
-            of which no class has the name.
-        DataError: the list of names cannot be read.
-        ModelError: a class that the donor does not have, or one that would mean two labels.
+        JobError: If the alignment is unknown, incomplete, or has names that match no class.
+        DataError: If the file of class names cannot be read.
+        ModelError: If a class does not exist, or is aligned with two labels.
     """
     if align == "names":
-        found = _by_names(labels, _names(names, classes))
+        found = _match_by_name(labels, _read_class_names(names, classes))
     elif isinstance(align, str):
         if align not in KNOWN:
             known = ", ".join([*KNOWN, "names"])
             raise JobError(f"align {align!r} is unknown; there are: {known}")
         found = [list(group) for group in KNOWN[align](classes)]
     elif isinstance(align, Mapping):
-        found = _by_table(align, labels, names, classes)
+        found = _match_by_table(align, labels, names, classes)
     else:
         found = [list(group) for group in align]
     if len(found) != len(labels):
@@ -73,14 +72,13 @@ def groups(
         why = f"is there twice, for {which}" if there else f"the donor does not have (it has {classes})"
         raise ModelError(f"align names class {odd[0]}, which {why}: give `align` as a table that says what it means")
     if align == "names":
-        told = _names(names, classes)
+        told = _read_class_names(names, classes)
         for label, group in zip(labels, found, strict=True):
             say(f"{label}: {'; '.join(f'{number} {told[number]}' for number in group)}")
     return found
 
 
-def _names(given: str | None, classes: int) -> list[str]:
-    """The name of each class."""
+def _read_class_names(given: str | None, classes: int) -> list[str]:
     if given is None:
         raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
     if given == "imagenet":
@@ -102,14 +100,14 @@ def _names(given: str | None, classes: int) -> list[str]:
     return [name.strip() for name in names]
 
 
-def _by_names(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
-    known = [[_words(synonym) for synonym in name.split(",")] for name in names]
+def _match_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+    known = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
 
-    def means(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
-        wanted = _words(label)
+    def is_match(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
+        wanted = _normalise_words(label)
         return any(wanted and list(each[-len(wanted) :]) == wanted for each in synonyms)
 
-    found = [[number for number, each in enumerate(known) if means(label, each)] for label in labels]
+    found = [[number for number, each in enumerate(known) if is_match(label, each)] for label in labels]
     without = [repr(label) for label, group in zip(labels, found, strict=True) if not group]
     if without:
         raise JobError(
@@ -119,7 +117,7 @@ def _by_names(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
     return found
 
 
-def _by_table(
+def _match_by_table(
     table: Mapping[str, Sequence[int | str]], labels: Sequence[str], names: str | None, classes: int
 ) -> list[list[int]]:
     missing = [repr(label) for label in labels if label not in table]
@@ -129,23 +127,23 @@ def _by_table(
         raise JobError(f"align {' and '.join(parts)}, and the job's labels are {', '.join(labels)}: one key for each")
     by_name: dict[str, set[int]] = {}
     if any(isinstance(each, str) for group in table.values() for each in group):
-        for number, name in enumerate(_names(names, classes)):
+        for number, name in enumerate(_read_class_names(names, classes)):
             for synonym in name.split(","):
-                by_name.setdefault(" ".join(_words(synonym)), set()).add(number)
+                by_name.setdefault(" ".join(_normalise_words(synonym)), set()).add(number)
 
-    def numbered(label: str, given: int | str) -> int:
+    def find_class_number(label: str, given: int | str) -> int:
         if isinstance(given, int):
             return given
-        found = sorted(by_name.get(" ".join(_words(given)), ()))
+        found = sorted(by_name.get(" ".join(_normalise_words(given)), ()))
         if len(found) != 1:
             which = f"is the name of classes {' and '.join(map(str, found))}" if found else "is no class's name"
             raise JobError(f"align of {label!r}: {given!r} {which}: give the number of the class")
         return found[0]
 
-    return [[numbered(label, given) for given in table[label]] for label in labels]
+    return [[find_class_number(label, given) for given in table[label]] for label in labels]
 
 
-def _words(text: str) -> list[str]:
-    """Its words in small letters, the last in singular."""
+def _normalise_words(text: str) -> list[str]:
+    # lower case, with the last word in singular
     words = re.findall(r"[^\W_]+", text.lower())
     return [*words[:-1], re.sub(r"(?<=[^s])s\Z", "", words[-1])] if words else []

@@ -1,8 +1,8 @@
-"""Batch normalisation of published networks that was folded into their convolutions: put back, so that they can train.
+"""Restoration of batch normalisation that was folded into convolutions.
 
-A folded network is right in evaluation mode only: its normalisations are still there, with mean 0 and variance 1, and
-in training mode they would normalise what was made never to be. With the statistics of some images, and scale and
-shift that undo them, evaluation says the same as before, and training begins where evaluation is.
+A folded network is correct in evaluation mode only: the batch-norm layers remain, with mean 0 and variance 1, and
+would normalise in training mode. Statistics of some images, with a scale and shift that cancel them, leave the output
+unchanged and make training possible.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def folded(model: nn.Module) -> bool:
-    """Whether it has normalisations and none of them has any statistics."""
-    own = [each for each in model.modules() if _normalises(each)]
+def is_folded(model: nn.Module) -> bool:
+    """Return whether all batch-norm layers of a model have mean 0 and variance 1."""
+    own = [each for each in model.modules() if _is_batch_norm(each)]
     return bool(own) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in own)
 
 
-def unfold(model: nn.Module, x: torch.Tensor) -> None:
-    """Give every normalisation the statistics of the examples `x`, (n, ...) as the network takes them, in place."""
+def restore_statistics(model: nn.Module, x: torch.Tensor) -> None:
+    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
+
+    The output in evaluation mode stays the same.
+    """
     import torch
 
-    own = [each for each in model.modules() if _normalises(each)]
-    handles = [each.register_forward_pre_hook(_take_over) for each in own]
+    own = [each for each in model.modules() if _is_batch_norm(each)]
+    handles = [each.register_forward_pre_hook(_adopt_statistics) for each in own]
     try:
         with torch.no_grad():
             model.eval()(x)
@@ -34,14 +37,14 @@ def unfold(model: nn.Module, x: torch.Tensor) -> None:
             handle.remove()
 
 
-def _normalises(layer: Any) -> bool:
+def _is_batch_norm(layer: Any) -> bool:
     from torch import nn
 
     return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None and layer.affine
 
 
-def _take_over(layer: Any, inputs: tuple[Any, ...]) -> None:
-    """With z the input: w (z - m) / sqrt(v + eps) + b stays the same function of z when m and v become its own."""
+def _adopt_statistics(layer: Any, inputs: tuple[Any, ...]) -> None:
+    # w (z - m) / sqrt(v + eps) + b must stay the same function of the input z when m and v become those of z
     z = inputs[0]
     axes = [axis for axis in range(z.ndim) if axis != 1]
     mean, variance = z.mean(dim=axes), z.var(dim=axes, unbiased=False)

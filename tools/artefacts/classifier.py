@@ -1,7 +1,7 @@
-"""A network in an ONNX file that `fedquilt export` wrote, and how the examples that it classifies are read.
+"""Classification with exported ONNX networks.
 
-What is read may come from anybody: images are decoded up to a number of pixels, arrays up to the bytes that are there
-for them, and nothing in a file is code.
+Files may come from untrusted sources: images are decoded up to a number of pixels, arrays up to their stated size,
+and no file content is executed.
 """
 
 from __future__ import annotations
@@ -35,35 +35,33 @@ ARRAYS_MOST: Final = 16  # in an .npz
 
 
 class Examples(NamedTuple):
-    """Stored examples of a file."""
-
     x: np.ndarray  # (n, ...)
     y: np.ndarray | None  # (n,): numbers of their labels, or None for unlabelled examples
 
 
 class Classifier:
-    """A network with its labels. One thread at a time may use it.
+    """Network in an ONNX file, with its labels. Not thread-safe.
 
     Args:
-        model: the ONNX file; its weights may be in a file beside it.
-        labels: names of its classes; None: as the file has them, or else their numbers.
-        threads: within one operation; 0: one per core.
+        model: ONNX file. The weights may be in a separate file.
+        labels: Names of the classes, or None for those of the file, or else their numbers.
+        threads: Number of threads in one operation, or 0 for one per core.
 
     Raises:
-        ModelError: it is no network that `fedquilt export` wrote, or one that predicts no classes.
+        ModelError: If the file was not written by `fedquilt export`, or the network predicts no classes.
     """
 
     def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
         self.model = self._file = model
-        pieces = onnx_fill.read_whole(model)
+        pieces = onnx_fill.read_with_external_data(model)
         if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
             folder = tempfile.mkdtemp(prefix="fedquilt-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._file = Path(folder) / model.name
             self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        self._about = exported.read_metadata(self._engine.facts(self._file))
-        found = labels or self._about.labels or _numbers(self._about.network)
+        self._about = exported.read_metadata(self._engine.read_metadata(self._file))
+        found = labels or self._about.labels or _number_classes(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
         if self._about.task not in (None, "classes"):
@@ -74,41 +72,41 @@ class Classifier:
         self._reading: DataSpec = reading.spec_with_settings(self._about.reading, {"path": "."})
 
     @property
-    def image(self) -> Mapping[str, Any] | None:
-        """The table of its inputs if they are images; None: they are numbers."""
+    def image_settings(self) -> Mapping[str, Any] | None:
+        """Table of the image inputs, or None if the network takes numbers."""
         network = self._about.network or {}
         tables = (self._about.input, network.get("input"), network)
         return next((table for table in tables if table and "channels" in table and "size" in table), None)
 
     @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Shape of one prepared example; None: the graph does not state it.
+    def input_shape(self) -> tuple[int, ...] | None:
+        """Shape of one prepared example, or None if the graph does not declare the shape.
 
         Raises:
-            ModelError, MemoryBudgetError: it cannot be loaded.
+            ModelError, MemoryBudgetError: If the network cannot be loaded.
         """
         found = self._engine.input_shape(self._file)
         return None if found is None or None in found else tuple(size for size in found if size is not None)
 
-    def prepared(self, x: np.ndarray) -> np.ndarray:
-        """Network inputs (n, ...) float32 of stored examples (n, ...), as in training.
+    def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
+        """Return float32 network inputs of stored examples, as in training.
 
         Raises:
-            DataError: examples of another shape or type, or numbers that are not finite.
+            DataError: If examples have another shape or type, or are not finite.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
-            made = self._about.prepared(x)
+            made = self._about.prepare_inputs(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
         exported.require_shape(made, self._engine.input_shape(self._file))
         return made
 
-    def scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Outputs of the network, (n, labels) float32, of which the largest wins.
+    def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
+        """Return the outputs of the network, an array (n, labels) of float32.
 
         Raises:
-            ModelError: it cannot take these inputs, or answers with something else than a number for each label.
-            MemoryBudgetError: there is too little memory.
+            ModelError: If the network cannot take these inputs, or returns another number of scores.
+            MemoryBudgetError: If there is too little memory.
         """
         found = self._engine.run(self._file, prepared)
         if found.ndim != 2 or found.shape[1] != len(self.labels):
@@ -123,13 +121,13 @@ class Classifier:
         return found
 
     @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of files that hold one example each, or () for a network of arrays and tables."""
+    def file_suffixes(self) -> tuple[str, ...]:
+        """Suffixes of files with one example each, or () for networks of arrays and tables."""
         if self._reading.audio is not None:
             return (".wav",)
         if self._reading.text is not None:
             return (".txt",)
-        return image_file.SUFFIXES if self.image is not None else ()
+        return image_file.SUFFIXES if self.image_settings is not None else ()
 
     def read_example(self, source: Path | bytes) -> np.ndarray:
         """Return the example in a file, read as in training: an image, a recording or a text.
@@ -141,10 +139,10 @@ class Classifier:
             DataError: If the file cannot be read, or the network takes neither images nor recordings nor texts.
         """
         if self._reading.audio is not None:
-            return audio.read_recording(source, self._reading.audio)
+            return audio.read_spectrogram(source, self._reading.audio)
         if self._reading.text is not None:
-            return text.tokens_of(source, self._reading.text)
-        if self.image is None:
+            return text.read_tokens(source, self._reading.text)
+        if self.image_settings is None:
             raise DataError(
                 "the network takes numbers, not images: give an .npy, .npz, .csv or .parquet file with them"
             )
@@ -152,7 +150,6 @@ class Classifier:
 
     @property
     def takes_table_rows(self) -> bool:
-        """Whether the network was trained on the rows of a table."""
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
     def read_rows(self, file: Path) -> Examples:
@@ -162,8 +159,14 @@ class Classifier:
             DataError: If the table cannot be read, or a column is missing.
         """
         spec = msgspec.structs.replace(self._reading, path=str(file))
-        labelled = set(table.label_columns(spec)) <= set(table.columns_of(file))
-        opener = audio.open_ if spec.audio is not None else text.open_ if spec.text is not None else table.open_
+        labelled = set(table.label_columns(spec)) <= set(table.read_column_names(file))
+        opener = (
+            audio.open_recordings
+            if spec.audio is not None
+            else text.open_texts
+            if spec.text is not None
+            else table.open_table
+        )
         found = opener(file, spec, labelled=labelled)
         return Examples(found.take(np.arange(len(found.y))), found.y if labelled else None)
 
@@ -178,8 +181,8 @@ class Classifier:
                 raise DataError(str(error).replace(file.name, "the table")) from None
 
 
-def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Numbers of a trained network's classes, as names; (): it does not say how many there are."""
+def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
+    # empty if the network's table has no number of classes
     count = (network or {}).get("classes")
     return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
 
@@ -235,16 +238,16 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
 
 
-def examples(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> Examples:
-    """The examples in the arrays of an .npz file: "x_test" or "x", and "y_test" or "y" if there are any labels.
+def examples_from_arrays(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> Examples:
+    """Return the examples in the arrays of an .npz file.
 
     Args:
-        held: the arrays.
-        labels: number of the network's labels.
-        name: of the file, for errors.
+        held: Arrays by name: inputs "x_test" or "x", and optional labels "y_test" or "y".
+        labels: Number of labels of the network.
+        name: Name of the file in errors.
 
     Raises:
-        DataError: there are no examples, or labels that do not fit them.
+        DataError: If there are no examples, or labels that do not fit them.
     """
     x = next((held[key] for key in ("x_test", "x") if key in held), None)
     y = next((held[key] for key in ("y_test", "y") if key in held), None)

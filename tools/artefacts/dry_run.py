@@ -1,7 +1,7 @@
-"""Dry run of a job: a few rounds of its method on synthetic examples, before any device is asked.
+"""Dry run of a job: a few rounds of its method on synthetic examples, without devices.
 
-The rounds are the coordinator's own, carried out in this process. What the method's parts raise there is raised here
-with the reason, which a run on devices would hide behind three attempts.
+The rounds are the coordinator's own, run in this process. Errors of the method's functions are raised here with their
+reason, which a run on devices would report only after three attempts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job, params
+from fedquilt.coordinator.settings import Job, parse_params
 from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError, Tensors
 from fedquilt.data import inputs
-from fedquilt.metrics import task_of
+from fedquilt.metrics import task_from_network
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching import cka, judging, stitched
 from fedquilt.models.stitching.search_state import PAPER, Candidate, State
@@ -87,63 +87,62 @@ def rehearse(job: Job, made: Bundle, folder: Path) -> None:
 
 
 def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
-    given, network = params(job), dict(made.meta["network"])
+    given, network = parse_params(job), dict(made.meta["network"])
     phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
     count = max(3 if by_memory else 2, method.least(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     table = {
-        "params": {**job.params, **_shortened(given, SHORT), **phases},
+        "params": {**job.params, **_shorten_params(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
         "wire": msgspec.to_builtins(job.wire),
         "check": {"every": 0 if method.check is None else 1},
         "fleet": {"devices": count, "budgets": list(budgets)},
     }
     what = f"{job.method} cannot train the network {network.get('name')!r}"
-    with _one_thread(engine), _refusals(what, "change the network") as seen:
+    with _limit_to_one_thread(engine), _raise_first_error(what, "change the network") as seen:
         members = [Member(f"dry-{number}", held, held) for number in range(count)]
-        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
+        last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
 
 
 def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
-    stock, given = stitched.stock(made.meta), params(job)
+    stock, given = stitched.load_donor_pool(made.meta), parse_params(job)
     if getattr(given, "mode", "") == "paper":
         given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
-    shorter = _shortened(given, SHORT_SEARCH)
+    shorter = _shorten_params(given, SHORT_SEARCH)
     shorter |= {n: v for n, v in {"completion": True, "random_features": PROJECTED}.items() if hasattr(given, n)}
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
     held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
-    graphs = {name: bundle.file(folder, ref) for name, ref in made.files.items()}
-    with _refusals(f"{job.method} cannot stitch these donors", "change the donors") as seen:
+    graphs = {name: bundle.verify_file(folder, ref) for name, ref in made.files.items()}
+    with _raise_first_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
         members = [Member(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
-        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
+        last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
         found = method.result(last)
         _reload_stitched(found.meta, found.tensors, stock, graphs, held)
         if isinstance(last, State):  # AFL searches no candidates
-            _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
+            _reload_stitched(*stitched.to_artefact(_build_joint_network(last), stock), stock, graphs, held)
 
 
-def _shortened(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
     return {name: min(value, getattr(given, name)) for name, value in most.items() if hasattr(given, name)}
 
 
-def _played(
+def _run_short_job(
     job: Job, table: Mapping[str, Any], folder: Path, members: Sequence[Member], method: Method, engine: Any
 ) -> Any:
-    """Return the state of the method after the rounds of a shortened job."""
     common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
-    short = settings.parse({**common, **table})
-    *_, last = simulated.states(short, folder, members, load=lambda name: method, engine=engine)
+    short = settings.parse_job({**common, **table})
+    *_, last = simulated.iterate_states(short, folder, members, load=lambda name: method, engine=engine)
     return last
 
 
 @contextlib.contextmanager
-def _one_thread(engine: Any) -> Iterator[None]:
-    """Let torch use one thread: on a busy machine threads that wait for each other take ten times as long."""
+def _limit_to_one_thread(engine: Any) -> Iterator[None]:
+    # on a busy machine, threads that wait for each other take ten times as long
     if engine.name != "torch":
         yield
         return
@@ -158,8 +157,7 @@ def _one_thread(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusals(what: str, fix: str) -> Iterator[list[BaseException]]:
-    """Raise a ModelError for any error, with the reason of the first error that the method's parts raised."""
+def _raise_first_error(what: str, fix: str) -> Iterator[list[BaseException]]:
     seen: list[BaseException] = []
     try:
         yield seen
@@ -207,7 +205,7 @@ def draw_examples(
         x = rng.integers(0, int(network["vocabulary"]), (count, *shape)).astype(np.int32)
     else:
         x = rng.normal(size=(count, *shape)).astype(np.float32)
-    task = task_of(network)
+    task = task_from_network(network)
     if task == "regression":
         return Examples(x, rng.normal(size=(count, outputs)).astype(np.float32))
     if task == "labels":
@@ -218,7 +216,7 @@ def draw_examples(
 def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
     """Return the method with parts that also append to `seen` what they raise."""
 
-    def watched(part: Callable[..., Any]) -> Callable[..., Any]:
+    def add_recording(part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             try:
                 return part(*given)
@@ -229,9 +227,9 @@ def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
         call.__dict__.update(part.__dict__)
         return call
 
-    check = None if method.check is None else watched(method.check)
-    settle = method.settle and replace(method.settle, fold=watched(method.settle.fold))
-    return replace(method, work=watched(method.work), fold=watched(method.fold), check=check, settle=settle)
+    check = None if method.check is None else add_recording(method.check)
+    settle = method.settle and replace(method.settle, fold=add_recording(method.settle.fold))
+    return replace(method, work=add_recording(method.work), fold=add_recording(method.fold), check=check, settle=settle)
 
 
 def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
@@ -242,31 +240,20 @@ def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], 
         ModelError: the result is not what its network takes.
     """
     found = method.result(state)
-    given = tensors.decode(tensors.encode(found.tensors))
+    given = tensors.decode_tensors(tensors.encode_tensors(found.tensors))
     tensors.require_finite(given)
     if found.kind == "weights":
         engine.evaluate(dict(found.meta["network"]), given, held)
 
 
 def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
-    """Run all blocks of each donor one after another.
-
-    Args:
-        stock: Donors and their blocks.
-        x: Stored examples.
-        run: Runs one graph by the name of its file.
-
-    Raises:
-        ModelError: If a block does not run, or its output has another shape than stated or is not finite. Names the
-            donor and the block.
-    """
     for name, donor in stock.donors.items():
-        maps = inputs.prepare(x, stock.input)
+        maps = inputs.prepare_inputs(x, stock.input)
         for block in (stock.blocks[id] for id in donor.blocks):
             what = f"donor {name!r}: block {block.id}"
             if maps.shape[1:] != block.in_shape:
                 raise ModelError(f"{what} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
-            for each in dict.fromkeys((block.scored, block)):  # the full-precision output goes on
+            for each in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
                 try:
                     found = stitched.run_block(each, run, maps)
                 except ModelError as error:
@@ -278,27 +265,21 @@ def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndar
             maps = found
 
 
-def _joined(state: State) -> Network:
-    """Return a network that joins taps: a candidate that does, or all candidates with one tap side by side."""
+def _build_joint_network(state: State) -> Network:
     heads = [each for each in state.candidates if each.head]
     joint = [each for each in heads if len(each.paths) > 1]
     if joint or not heads:
-        best = judging.best(state, joint or state.candidates)
+        best = judging.best_candidate(state, joint or state.candidates)
         assert best is not None, "the result is a candidate"
-        return judging.handed_out(state, best)
+        return judging.to_network(state, best)
     weights, bias = (np.concatenate([each.head[part] for each in heads], axis=-1) for part in ("weights", "bias"))
     head = {"weights": weights, "bias": bias.reshape(len(heads), -1).mean(axis=0)}
-    return judging.handed_out(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
+    return judging.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
 
 
 def _reload_stitched(
     meta: Mapping[str, Any], arrays: Tensors, stock: Stock, graphs: Mapping[str, Path], held: Examples
 ) -> None:
-    """Write a stitched network as an export does, read it and run it.
-
-    Raises:
-        ModelError: The network cannot be exported, or its scores are not finite.
-    """
     from fedquilt.models.stitching import export_onnx
     from fedquilt.tools.artefacts.classifier import Classifier
 
@@ -306,7 +287,7 @@ def _reload_stitched(
         file = Path(place) / "network.onnx"
         file.write_bytes(export_onnx.export_stitched(meta, arrays, stock.blocks, graphs))
         network = Classifier(file)
-        network.scores(network.prepared(held.x[:EXAMPLES]))
+        network.compute_scores(network.prepare_inputs(held.x[:EXAMPLES]))
 
 
 def _error_text(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""`fedquilt export`: a run's result as a file that other programs read."""
+"""Export of a run's result to files for other programs and for devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors, units
-from fedquilt.blobs.chunks import reference
+from fedquilt.blobs.chunks import ref_from_bytes
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.tasks import make_task
@@ -20,27 +20,31 @@ from fedquilt.graph_check import Graph
 from fedquilt.models.stitching import names, stitched
 
 
-def artefact(store: Store, run: str) -> Artefact:
-    """Result of a run after its last committed round; errors as of `state_of`."""
-    row = store.job(run)
-    return methods.load(row.job.method).result(state_of(store, row))
-
-
-def state_of(store: Store, row: Row) -> Any:
-    """The state of a run's method after its last committed round.
+def load_result(store: Store, run: str) -> Artefact:
+    """Return the result of a run after its last committed round.
 
     Raises:
-        StoreError: the state is gone, or of another version.
-        JobError: the run has not begun.
+        StoreError, JobError: As `load_state`.
     """
-    states = [fact.state for _, _, fact in store.facts(row.id) if isinstance(fact, Started | Committed)]
+    row = store.find_job(run)
+    return methods.load(row.job.method).result(load_state(store, row))
+
+
+def load_state(store: Store, row: Row) -> Any:
+    """Return the method state of a run after its last committed round.
+
+    Raises:
+        StoreError: If the state is missing, or of another version.
+        JobError: If the run has no state yet.
+    """
+    states = [fact.state for _, _, fact in store.read_events(row.id) if isinstance(fact, Started | Committed)]
     if not states:
         raise JobError(f"{row.id} is {row.status} and has no state yet")
-    path = store.depot.path(states[-1].sha256)
+    path = store.depot.blob_path(states[-1].sha256)
     if path is None:
         raise StoreError(f"the state of {row.id} ({states[-1].sha256[:12]}) is gone from {store.home}, or damaged")
     try:
-        return tensors.unpack(path.read_bytes(), methods.load(row.job.method).state)
+        return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
             above = "its result is at the coordinator above, which has all sites"
@@ -50,18 +54,18 @@ def state_of(store: Store, row: Row) -> Any:
         ) from None
 
 
-def export(store: Store, run: str, out: Path) -> str:
-    """Write a run's result to `out`; says what it is, and of a run that is not done that it is no final result.
+def export_result(store: Store, run: str, out: Path) -> str:
+    """Write the result of a run to a file, and return a sentence that describes the file.
 
-    A stitched network becomes one ONNX file (images in, scores of the labels out). Trained weights become a
-    safetensors file with the network's table in its header, or an ONNX file if `out` ends with .onnx.
+    A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
+    the header, or an ONNX file if `out` ends with .onnx. The sentence states if the run has not ended.
 
     Raises:
-        JobError: `out` ends with something else than what is written.
-        ModelError: the result cannot be written as ONNX.
-        StoreError: it cannot be written.
+        JobError: If `out` has a wrong suffix.
+        ModelError: If the result cannot be written as ONNX.
+        StoreError: If the file cannot be written.
     """
-    found, row = artefact(store, run), store.job(run)
+    found, row = load_result(store, run), store.find_job(run)
     endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
@@ -77,20 +81,22 @@ def export(store: Store, run: str, out: Path) -> str:
             os.replace(part, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
-    return f"{out}: {units.size(len(payload))}, {what}{_unfinished(store, row)}"
+    return f"{out}: {units.format_bytes(len(payload))}, {what}{_describe_unfinished(store, row)}"
 
 
-def graph(store: Store, run: str) -> tuple[bytes, str]:
-    """A run's result as boards take it, and what it is: ONNX, or where each has a part for itself `fedquilt.personal`.
+def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
+    """Return the result of a run as bytes for devices, and a description.
+
+    The bytes are an ONNX file, or `fedquilt.personal` data if each device has a private part of the network.
 
     Raises:
-        JobError: the run is not done, or its method does not say how a board puts its network together.
-        ModelError: the result cannot be written as ONNX, or no board would load it.
-        StoreError: no such run, or its state is gone or of another version.
+        JobError: If the run is not done, or its method cannot assemble a network on a device.
+        ModelError: If the result cannot be written as ONNX, or devices would not load the file.
+        StoreError: If the run or its state is missing.
     """
-    row = store.job(run)
-    state, method = state_of(store, row), methods.load(row.job.method)
-    if (status := store.standing(row)) != "done":
+    row = store.find_job(run)
+    state, method = load_state(store, row), methods.load(row.job.method)
+    if (status := store.current_status(row)) != "done":
         raise JobError(
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
@@ -104,12 +110,12 @@ def graph(store: Store, run: str) -> tuple[bytes, str]:
             "FILE.onnx"
         )
     payload, what = _encode_result(found, row, onnx=True)
-    loadable(payload, what)
+    require_loadable(payload, what)
     return payload, what
 
 
-def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> Graph:
-    """Check an ONNX file as a device does before it loads it; `what` names it.
+def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> Graph:
+    """Check an ONNX file as a device does before loading, and return the checked graph.
 
     Args:
         payload: The file.
@@ -120,8 +126,8 @@ def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] 
         ModelError: If a device would not load it, or it declares another shape or none.
     """
     try:
-        found = graph_check.of_bytes(payload)
-        found.require_examples()
+        found = graph_check.check_bytes(payload)
+        found.require_batched_examples()
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from None
     output = found.outputs[0]
@@ -133,7 +139,7 @@ def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] 
     name, declared = found.inputs[0].name[:80], found.input_shape
     if input_shape is None and declared is None:
         raise ModelError(f"{what}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
-    if input_shape is not None and not graph_check.fits(input_shape, declared):
+    if input_shape is not None and not graph_check.fits_shape(input_shape, declared):
         raise ModelError(
             f"{what}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples of "
             f"shape {graph_check.format_shape(declared)}"
@@ -146,15 +152,15 @@ def _encode_shared_parts(row: Row, method: Method, state: Any, found: Artefact) 
     from fedquilt.models.networks import onnx_file  # needs torch
 
     network = found.meta["network"]
-    graph = onnx_file.write_without_weights(network, _reading_settings(row))
-    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.lacks(graph).items()}
-    loadable(b"".join(onnx_fill.filled(graph, zeros)), f"network {network.get('name')!r}")
+    graph = onnx_file.export_without_weights(network, _reading_settings(row))
+    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.missing_tensors(graph).items()}
+    require_loadable(b"".join(onnx_fill.fill_graph(graph, zeros)), f"network {network.get('name')!r}")
     order = method.send(state, DeviceView("", None))
     assert order is not None, f"{row.job.method} orders nothing of a new device"
     sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
         order,
-        blob=lambda value: value if isinstance(value, BlobRef) else reference(tensors.encode(value)),
+        blob=lambda value: value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value)),
         actions=("check",),
         engine=method.engines[0],
         job=row.id,
@@ -165,7 +171,7 @@ def _encode_shared_parts(row: Row, method: Method, state: Any, found: Artefact) 
         deadline_s=0.0,
     )
     what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
-    return personal.encode(task, graph, sent), what
+    return personal.encode_personal(task, graph, sent), what
 
 
 def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
@@ -173,12 +179,12 @@ def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str
     if found.kind == "stitched":
         from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
 
-        index = bundle.load(row.bundle)
-        files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
+        index = bundle.load_bundle(row.bundle)
+        files = {name: bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
         payload = export_onnx.export_stitched(
-            found.meta, found.tensors, stitched.stock(index.meta).blocks, files, _reading_settings(row)
+            found.meta, found.tensors, stitched.load_donor_pool(index.meta).blocks, files, _reading_settings(row)
         )
-        what = names.network(found.meta["taps"], found.meta["head"] is not None)
+        what = names.network_name(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif onnx:
         if found.kind != "weights":
@@ -187,10 +193,10 @@ def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str
             )
         from fedquilt.models.networks import onnx_file  # needs torch
 
-        payload = onnx_file.write_network(found.meta["network"], found.tensors, _reading_settings(row))
+        payload = onnx_file.export_network(found.meta["network"], found.tensors, _reading_settings(row))
         what = f"network {found.meta['network'].get('name')}"
     else:
-        payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
+        payload = tensors.encode_tensors(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
         name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
         what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
     return payload, what
@@ -198,13 +204,12 @@ def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str
 
 def _reading_settings(row: Row) -> Mapping[str, Any]:
     """Return the reading settings in a run's bundle."""
-    found: Mapping[str, Any] = bundle.load(row.bundle).meta.get("reading", {})
+    found: Mapping[str, Any] = bundle.load_bundle(row.bundle).meta.get("reading", {})
     return found
 
 
-def _unfinished(store: Store, row: Row) -> str:
-    """That a run has not come to its end; "": it has."""
-    if (status := store.standing(row)) == "done":
+def _describe_unfinished(store: Store, row: Row) -> str:
+    if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(isinstance(fact, Committed) and not fact.settled for _, _, fact in store.facts(row.id))
+    rounds = sum(isinstance(fact, Committed) and not fact.settled for _, _, fact in store.read_events(row.id))
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

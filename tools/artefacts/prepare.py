@@ -1,7 +1,6 @@
-"""Make a job's bundle on the operator's machine: donors cut into ONNX blocks, or a network's first weights.
+"""Preparation of a job's bundle: donor blocks in ONNX, or the first weights of a network.
 
-What the agents need of torch happens here, once; the coordinator only serves the result. Preparing
-the same job twice gives the same bytes.
+All steps that need torch happen here, once. Preparing the same job twice gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,94 +30,83 @@ if TYPE_CHECKING:
 
 
 class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[donors]]` table."""
-
     name: Name
     network: dict[str, Any]  # see fedquilt.models.networks.registry; of outside too
     weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
     seed: int = 0
     cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: alignment.Align | None = None  # for each label the donor's classes that mean it: `alignment.groups`
+    align: alignment.Align | None = None  # for each label the donor's classes that mean it: `alignment.align_labels`
     classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
 
 
-def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
-    """Write the bundle of a job (a job file's table) into the folder `out`.
+def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job (the table of a job file) into the folder `out`.
 
-    From `[model]`: the files "model" and "masks" (`models.partial.masks`), both safetensors, or instead of masks meta
-    "untraced", the reason why the network cannot be masked. Meta "network", "flops" and "example_bytes" of one example,
-    "register" (`fedquilt.tensor_register`), and "pretrained": whether its weights are a file's; of a network from
-    outside "plugins", what a device has to have for it (`fedquilt.plugins.needs`), and "outputs", its scores for one
-    example.
-    With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
-    From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
-    From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
-    "labels", "donors", "blocks" (`fedquilt.models.stitching.stitched.stock` reads them). A block's id is
-    "<donor>.<index>".
-    From `[data]`: meta "reading", how its files are read (`fedquilt.data.reading`).
+    From `[model]`: the files "model" and "masks" (`models.partial.masks`), or metadata "untraced" with the reason why
+    the network cannot be masked. Metadata "network", "flops" and "example_bytes" of one example, "register"
+    (`fedquilt.tensor_register`), "layers", and "pretrained". For plug-in networks also "plugins"
+    (`fedquilt.plugins.needs`) and "outputs". With `weights_classes`, the number of classes of the weights, the last
+    layer is replaced.
+    From `[schedule]`: metadata "schedule" (`fedquilt.tools.artefacts.frozen_part`).
+    From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
+    "donors" and "blocks" (read by `fedquilt.models.stitching.stitched.stock`). A block's id is "<donor>.<index>".
+    From `[data]`: metadata "reading" (`fedquilt.data.reading`).
     From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantize` accepts.
 
     Raises:
-        JobError: a key that is missing or wrong.
-        DataError: the images of `[int8]` cannot be had, or are too few.
-        ModelError: a network or its weights cannot be had, or a donor cannot be cut.
-        StoreError: the folder cannot be written.
+        JobError: If a key is missing or wrong.
+        DataError: If the images of `[int8]` cannot be read, or are too few.
+        ModelError: If a network or its weights cannot be loaded, or a donor cannot be divided.
+        StoreError: If the folder cannot be written.
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    far = _far(job)
+    far = _make_progress_reporter(job)
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
     own = job["model"].get("input") if job.get("model") else None
     given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
-    wanted = inputs.parse(given) if given else None
+    wanted = inputs.parse_input_table(given) if given else None
     if isinstance(wanted, inputs.Values) and wanted.standardise:
-        wanted = _measured(job)
+        wanted = _measure_features(job)
     for line in measured_settings.agent_lines(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml: {line}")
     if job.get("data"):
         meta["reading"] = reading.reading_settings(DataSpec.parse(job["data"]))
-    trial = _trial(job) if job.get("int8") else None
+    trial = _make_trial(job) if job.get("int8") else None
     if job.get("model"):
         far("the network")
         facts, parts = _parts_of_model(job["model"], wanted)
         meta |= facts
         files |= parts
-        say(f"model {facts['network']['name']}: {units.size(len(files['model']))}")
+        say(f"model {facts['network']['name']}: {units.format_bytes(len(files['model']))}")
         if job.get("schedule"):
             far("which part of it to train")
-            model = tensors.decode(files["model"])
-            meta["schedule"] = frozen_part.at_prepare(job["schedule"], facts["network"], model, say)
+            model = tensors.decode_tensors(files["model"])
+            meta["schedule"] = frozen_part.make_schedule(job["schedule"], facts["network"], model, say)
     if job.get("donors"):
-        meta |= _stock(job, wanted, files, say, far)
+        meta |= _prepare_donors(job, wanted, files, say, far)
     if trial is not None:
         far("blocks in 8 bits")
-        for name, graph in trial.accepted(out, meta, files, say).items():
+        for name, graph in trial.quantize_blocks(out, meta, files, say).items():
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
     far("the files")
-    return bundle.write(out, meta, files)
+    return bundle.write_bundle(out, meta, files)
 
 
-def _far(job: Mapping[str, Any]) -> Callable[[str], None]:
-    """Tells the line of progress of each part of the work when it begins."""
+def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
     network = bool(job.get("model"))
     total = network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
     begun = itertools.count()
-    return lambda now: progress.LINE.part(now, next(begun), total)
+    return lambda now: progress.LINE.set_part(now, next(begun), total)
 
 
-def _measured(job: Mapping[str, Any]) -> inputs.Values:
-    """Mean and deviation of each feature of the training split that [data] names on this machine.
-
-    Raises:
-        JobError: the job has no [data].
-        DataError: they cannot be read.
-    """
+def _measure_features(job: Mapping[str, Any]) -> inputs.Values:
     if not job.get("data"):
         raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
-    found = examples.load_all(DataSpec.parse(job["data"]))
-    return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
+    found = examples.load_split(DataSpec.parse(job["data"]))
+    return msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
 
 
 def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
@@ -127,10 +115,10 @@ def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda l
     A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
 
     Raises:
-        FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
+        FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
     """
-    made = prepare(msgspec.to_builtins(job), out, say)
-    state = preflight.first_state(job, made)
+    made = prepare_bundle(msgspec.to_builtins(job), out, say)
+    state = preflight.create_initial_state(job, made)
     if isinstance(plan := getattr(state, "plan", None), masks.Plan) and (why := masks.describe_whole_layers(plan)):
         say(f"{job.method}: {why}")
     if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
@@ -142,7 +130,7 @@ def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda l
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
-            for warning in fitting.data_warnings(made.meta, fitting.require_fit(made.meta, spec), spec):
+            for warning in fitting.data_warnings(made.meta, fitting.open_compatible_data(made.meta, spec), spec):
                 say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
@@ -156,47 +144,45 @@ def _parts_of_model(
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
-    if drawn.can(network, table.get("weights")) and "weights_classes" not in table:
+    if drawn.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
         return _parts_of_numpy_model(network, int(table.get("seed", 0)))
-    registry.needs(network)  # refuses an unknown name, also where torch is missing
+    registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
     import torch
 
     from fedquilt.models.networks import layer_costs, tensor_register
     from fedquilt.models.partial import trace
 
     if "weights_classes" in table:
-        model = frozen_part.warm(
+        model = frozen_part.load_with_new_head(
             network, str(table.get("weights")), int(table["weights_classes"]), int(table.get("seed", 0))
         )
     else:
-        model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
+        model = registry.load_network(network, table.get("weights"), seed=int(table.get("seed", 0)))
     _require_trainable(model, str(network["name"]))
-    flops = registry.cost(model, registry.input_shape(network)).flops
+    flops = registry.measure_cost(model, registry.input_shape(network)).flops
     state = {name: value.detach().numpy() for name, value in tensor_register.state_without_aliases(model).items()}
-    parts = {"model": tensors.encode(state)}
+    parts = {"model": tensors.encode_tensors(state)}
     facts: dict[str, Any] = {"network": network, "flops": flops}
     try:
-        parts["masks"] = tensors.encode({"json": masks.to_array(trace.trace_plan(model))})
+        parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(trace.trace_plan(model))})
     except ModelError as error:  # methods that need masks refuse the network with this reason
         facts["untraced"] = str(error)
-    trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
+    trained, _ = footprint.measure_training(
+        model, torch.zeros(2, *registry.input_shape(network))
+    )  # last: it moves batch norm
     register = tensor_register.trace_register(model, registry.input_shape(network))
     whole = register.is_coupled(state)
-    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
+    each_bytes = footprint.least_bytes_per_example(trained) if whole else footprint.bytes_per_example(trained)
     facts |= {"example_bytes": each_bytes, "register": register}
-    facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
+    facts["layers"] = layer_costs.trace_layer_costs(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
-    if registry.outside(network):
-        facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
+    if registry.plugin_networks(network):
+        facts |= {"plugins": registry.required_plugins(network), "outputs": _count_outputs(model, network)}
     return facts, parts
 
 
 def _require_trainable(model: nn.Module, name: str) -> None:
-    """Check that all parameters are float32 and free: methods say what is trained, and engines go by that alone.
-
-    Raises:
-        ModelError: some have another type, or requires_grad = False, which training would not heed.
-    """
+    # engines train all parameters as float32 and ignore requires_grad, so other networks would be trained wrongly
     every = dict(model.named_parameters())
     for path, value in every.items():
         if (kind := str(value.dtype).removeprefix("torch.")) != "float32":
@@ -217,24 +203,22 @@ def _require_trainable(model: nn.Module, name: str) -> None:
 
 def _parts_of_numpy_model(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return what `_parts_of_model` does, without torch, for a network that numpy can make."""
-    model, plan = drawn.weights(network, seed), masks.to_array(masks.dense(drawn.layers(network)))
+    model, plan = (
+        drawn.initial_weights(network, seed),
+        masks.plan_to_array(masks.plan_from_layers(drawn.layer_sizes(network))),
+    )
     facts = {
         "network": network,
-        "flops": drawn.flops(network),
-        "example_bytes": footprint.example_bytes(drawn.trained(network)),
-        "register": drawn.register(network),
-        "layers": drawn.costs(network),
+        "flops": drawn.forward_flops(network),
+        "example_bytes": footprint.bytes_per_example(drawn.training_memory(network)),
+        "register": drawn.mlp_register(network),
+        "layers": drawn.costs_by_layer(network),
         "pretrained": False,
     }
-    return facts, {"model": tensors.encode(model), "masks": tensors.encode({"json": plan})}
+    return facts, {"model": tensors.encode_tensors(model), "masks": tensors.encode_tensors({"json": plan})}
 
 
-def _outputs(model: Any, network: Mapping[str, Any]) -> int:
-    """How many scores a network from outside tells for one example.
-
-    Raises:
-        ModelError: it tells something else, or other than its table's `classes`.
-    """
+def _count_outputs(model: Any, network: Mapping[str, Any]) -> int:
     import torch
 
     shape, name = registry.input_shape(network), network["name"]
@@ -253,13 +237,13 @@ def _outputs(model: Any, network: Mapping[str, Any]) -> int:
     return int(scores.shape[1])
 
 
-def _trial(job: Mapping[str, Any]) -> Trial:
+def _make_trial(job: Mapping[str, Any]) -> Trial:
     from fedquilt.tools.artefacts import quantize  # onnxruntime
 
-    return quantize.trial(job)
+    return quantize.make_trial(job)
 
 
-def _stock(
+def _prepare_donors(
     job: Mapping[str, Any],
     wanted: Input | inputs.Values | None,
     files: dict[str, bytes],
@@ -272,18 +256,18 @@ def _stock(
             "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
             "standardise, of time series) and labels = [...]"
         )
-    donors = [config.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
+    donors = [config.convert_table(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
     if twice:
         raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
     meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
         far(f"donor {donor.name}")
-        facts, blocks = _donor(donor, wanted, labels, files, say)
+        facts, blocks = _prepare_donor(donor, wanted, labels, files, say)
         meta["donors"][donor.name] = facts
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
-        say(f"donor {donor.name}: {len(blocks)} blocks, {units.size(size)}")
+        say(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
     shapes = {name: meta["blocks"][facts["blocks"][0]]["in_shape"] for name, facts in meta["donors"].items()}
     first, *others = shapes
     if odd := [name for name in others if shapes[name] != shapes[first]]:
@@ -294,7 +278,7 @@ def _stock(
     return meta
 
 
-def _donor(
+def _prepare_donor(
     donor: Donor,
     wanted: Input | inputs.Values,
     labels: Sequence[str],
@@ -307,22 +291,22 @@ def _donor(
         shape: tuple[int, ...] = (wanted.channels, wanted.size, wanted.size)
     else:
         shape = registry.input_shape(donor.network)
-    model = registry.load(donor.network, donor.weights, seed=donor.seed)
+    model = registry.load_network(donor.network, donor.weights, seed=donor.seed)
     architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
-    parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
+    parts = blocks.split_donor(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
     classes = parts[-1].out_shape[0]
     facts: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
     if donor.align is not None:
         tell: Callable[[str], None] = lambda line: say(f"donor {donor.name}: {line}")  # noqa: E731
         try:
-            facts["align"] = alignment.groups(donor.align, donor.classes, classes, labels, tell)
+            facts["align"] = alignment.align_labels(donor.align, donor.classes, classes, labels, tell)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
     table = {}
     for part in parts:
-        stages = blocks.export(part)
+        stages = blocks.export_block(part)
         graphs = [graph for stage in stages for graph in stage]
-        names = _names(part.id, [len(stage) for stage in stages])
+        names = _make_graph_names(part.id, [len(stage) for stage in stages])
         flat = [name for stage in names for name in stage]
         files |= {f"{name}.onnx": graph.graph for name, graph in zip(flat, graphs, strict=True)}
         data = {f"{name}.data": graph.data for name, graph in zip(flat, graphs, strict=True) if graph.data is not None}
@@ -343,8 +327,8 @@ def _donor(
     return facts, table
 
 
-def _names(block: str, counts: Sequence[int]) -> list[list[str]]:
-    """Names of each stage's graphs: "<block>" alone, else "<block>.<stage>", and ".<tile>" of several."""
+def _make_graph_names(block: str, counts: Sequence[int]) -> list[list[str]]:
+    # "<block>" if alone, else "<block>.<stage>", and "<block>.<stage>.<tile>" with several tiles
     if list(counts) == [1]:
         return [[block]]
     return [

@@ -1,22 +1,21 @@
-"""Blocks in 8 bits, for output scores: made from the float32 ones, and kept only where they change nothing.
+"""Quantisation of donor blocks to 8 bits for scoring, where no choice of the search changes.
 
-A block's graph is quantized by ONNX Runtime, weights per channel, maps by the ranges they have on some
-images, both when the block's own donor feeds it and when junctions after the first blocks of the donors do.
-(Ranges of the donor alone cut off what a junction makes, such as negative values where the donor has a
-ReLU: of the 28 candidates of mobilenet_v2 and squeezenet1_1 with ImageNet weights, at 64 pixels, all passed
-the first test below and 7 failed the second.) On other images it has to pass two tests:
+ONNX Runtime quantizes weights per channel, and activations by their ranges on some images, fed both by the block's
+own donor and by junctions after the first blocks of the donors. (Ranges of the donor alone cut off what a junction
+produces, such as negative values after a ReLU: of the 28 candidates of mobilenet_v2 and squeezenet1_1 with ImageNet
+weights, at 64 pixels, all passed the first test below and 7 failed the second.) A block must pass two tests on other
+images:
 
-- its output's CKA with the output of every block of the stock is within INT8_DELTA of the float32 block's;
-- as a candidate after the first one and two blocks of each donor, scored as a device scores, it is again
-  within INT8_DELTA, and the best K blocks are the same as with float32.
+- the CKA of its output with the output of every block is within INT8_DELTA of the float32 block's, and
+- as a candidate after the first one and two blocks of each donor, its score is within INT8_DELTA, and the best K blocks
+  are the same as with float32.
 
-Paths, what scores are compared with, junctions, heads and the network that comes out are float32 always.
-Whether 8 bits are faster depends on the board's processor: what is told here is true of this machine.
+Paths, reference outputs, junctions, heads and the final network are always float32. Whether 8 bits are faster depends
+on the processor, so the reported times apply to this machine.
 
-Graphs hold the operators on integers themselves (ONNX Runtime's QOperator format), so that what runs in
-integers does not hang on the optimizations an engine has memory for, as it does with float operators
-between quantizers (QDQ). Weights have 7 bits: with 8, processors without a dot product of integers
-saturate, and a block accepted here would score differently there. Tiles of a large layer stay float32.
+Graphs contain integer operators (ONNX Runtime's QOperator format), so that integer execution does not depend on an
+engine's optimizations. Weights have 7 bits: with 8, processors without an integer dot product saturate, and scores
+would differ there. Tiles of a large layer stay float32.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from msgspec import Meta
 
 from fedquilt import bundle, config, tensors
 from fedquilt.core import Bundle, DataError, DeviceView, Examples, JobError, Site, StoreError, Tensors
-from fedquilt.data.examples import load_all
+from fedquilt.data.examples import load_split
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
@@ -52,7 +51,7 @@ from fedquilt.models.stitching.activations import Part, Source, Stack
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.search_state import PAPER, Net, Params, State
 from fedquilt.models.stitching.stitched import Block, Stock
-from fedquilt.tools.artefacts.quantized_block import quantized
+from fedquilt.tools.artefacts.quantized_block import quantize_block
 from fedquilt.tools.simulation import Member, hands
 
 INT8_DELTA = 0.01  # a CKA that changes by as much is another one
@@ -65,15 +64,13 @@ UNUSED = (  # no shares here
 
 
 class Images(DataSpec, frozen=True, forbid_unknown_fields=True):
-    """The `[int8]` table: examples as in `[data]`, of which three times `images` are drawn."""
+    """The `[int8]` table: examples as in `[data]`, from which three times `images` are drawn."""
 
     images: Annotated[int, Meta(ge=cka.MIN_IMAGES)] = 64  # for the ranges; as many to compare; as many for junctions
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A block in 8 bits beside itself in float32, on images that its ranges were not taken from."""
-
     graph: bytes
     delta: float  # largest change of its output's CKA with any block's
     seconds: float  # it took; and the float32 block
@@ -82,7 +79,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Quantisation result per block; the stem is excluded because it is never a candidate."""
+    """Blocks of a donor by quantisation result, without its first block."""
 
     accepted: Mapping[str, Tried]
     off: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
@@ -107,36 +104,39 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trial:
-    """How blocks are scored, and on what images: three times so many, in no order."""
+    """Scoring parameters and shuffled images of a quantisation, three times `images` in number."""
 
     params: Params
     examples: Examples
     images: int
 
-    def accepted(
+    def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Quantised graphs that a bundle may hold, by block.
+        """Return the accepted 8-bit graphs of a bundle, by block.
 
         Args:
-            out: a folder with room for the bundle, while this runs.
-            meta: of the bundle with float32 blocks alone.
-            files: of the same bundle.
-            say: called with one line for each donor.
+            out: Folder with room for a temporary copy of the bundle.
+            meta: Metadata of the bundle with float32 blocks.
+            files: Files of this bundle.
+            say: Function called with one line per donor.
 
         Raises:
-            DataError: the images do not fit the donors.
-            StoreError: the folder cannot be written.
+            DataError: If the images do not fit the donors.
+            StoreError: If the folder cannot be written.
         """
-        with _room(out) as folder:
+        with _make_temporary_folder(out) as folder:
             bench = _Bench(folder, self.examples, self.images)
-            plain = bundle.write(folder, meta, files)
-            tried = _tried(bench, plain, self.params)
+            plain = bundle.write_bundle(folder, meta, files)
+            tried = _quantize_all(bench, plain, self.params)
             close = {name: one for name, one in tried.items() if one.delta < INT8_DELTA}
-            table = {**meta["blocks"], **{name: {**meta["blocks"][name], "int8": file_of(name)} for name in close}}
-            graphs = {file_of(name): one.graph for name, one in close.items()}
-            quick = bundle.write(folder, {**meta, "blocks": table}, {**files, **graphs})
-            off, moved = settled(list(_choices(bench, plain, quick, self.params)), close, self.params.k)
+            table = {
+                **meta["blocks"],
+                **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close},
+            }
+            graphs = {make_int8_name(name): one.graph for name, one in close.items()}
+            quick = bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
+            off, moved = find_rejected(list(_score_choices(bench, plain, quick, self.params)), close, self.params.k)
         taken = {name: one for name, one in close.items() if name not in off | moved}
         for donor, facts in meta["donors"].items():
             own = facts["blocks"][1:]
@@ -150,26 +150,25 @@ class Trial:
         return {name: one.graph for name, one in taken.items()}
 
 
-def trial(job: Mapping[str, Any]) -> Trial:
-    """What a job file's table asks for with `[int8]`.
+def make_trial(job: Mapping[str, Any]) -> Trial:
+    """Return the quantisation trial for the [int8] table of a job.
 
     Raises:
-        JobError: a key that is missing or wrong, no donors, or output scores are never taken.
-        DataError: the images cannot be had, or are too few.
+        JobError: If a key is missing or wrong, there are no donors, or output scores are never computed.
+        DataError: If the images cannot be read, or are too few.
     """
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    params, table = _params(job), _table(job["int8"])
-    return Trial(params, _examples(table), table.images)
+    params, table = _read_params(job), _parse_table(job["int8"])
+    return Trial(params, _load_images(table), table.images)
 
 
-def file_of(block: str) -> str:
-    """Name of a block's 8-bit graph in a bundle."""
+def make_int8_name(block: str) -> str:
     return f"{block}.int8.onnx"
 
 
 @contextlib.contextmanager
-def _room(out: Path) -> Iterator[Path]:
+def _make_temporary_folder(out: Path) -> Iterator[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
@@ -182,8 +181,8 @@ def _room(out: Path) -> Iterator[Path]:
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _params(job: Mapping[str, Any]) -> Params:
-    params = config.convert(job.get("params") or {}, Params, "[params]")
+def _read_params(job: Mapping[str, Any]) -> Params:
+    params = config.convert_table(job.get("params") or {}, Params, "[params]")
     if params.mode == "paper":
         params = replace(params, **PAPER)
     if params.score_at == "input":
@@ -191,23 +190,22 @@ def _params(job: Mapping[str, Any]) -> Params:
     return params
 
 
-def _table(table: Mapping[str, Any]) -> Images:
+def _parse_table(table: Mapping[str, Any]) -> Images:
     odd = [key for key in UNUSED if key in table]
     if odd:
         raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    return config.convert(table, Images, "[int8]")
+    return config.convert_table(table, Images, "[int8]")
 
 
-def _examples(wanted: Images) -> Examples:
-    """Images in no order."""
+def _load_images(wanted: Images) -> Examples:
     need = 3 * wanted.images
-    found = load_all(msgspec.structs.replace(wanted, limit=need))
+    found = load_split(msgspec.structs.replace(wanted, limit=need))
     if len(found) < need:
         raise DataError(
-            f"{wanted.where} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "
+            f"{wanted.source_name} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "
             f"give more, or images = {len(found) // 3}"
         )
-    order = tensors.rng("int8", wanted.seed).permutation(need)
+    order = tensors.seeded_rng("int8", wanted.seed).permutation(need)
     return Examples(found.x[order], found.y[order])
 
 
@@ -215,27 +213,25 @@ def _examples(wanted: Images) -> Examples:
 
 
 class _Bench:
-    """Runs a device's work on this machine, in a folder. Ranges are taken from the last third of its images."""
-
     def __init__(self, folder: Path, examples: Examples, images: int) -> None:
         self.folder, self.examples, self.images = folder, examples, images
         self.engine = OnnxEngine(ENGINE_BYTES)
 
-    def paths(self, made: Bundle) -> dict[str, Path]:
+    def blob_paths(self, made: Bundle) -> dict[str, Path]:
         return {name: self.folder / "blobs" / ref.sha256 for name, ref in made.files.items()}
 
-    def member(self) -> Member:
-        """A device that has the other images."""
+    def make_device(self) -> Member:
+        # the last third of the images is for the ranges
         rest = Examples(self.examples.x[: 2 * self.images], self.examples.y[: 2 * self.images])
         return Member("int8", rest, rest)
 
-    def flow(self, paths: Mapping[str, Path], stock: Stock) -> Flow:
-        member, cache = self.member(), self.folder / "cache"
+    def make_block_runner(self, paths: Mapping[str, Path], stock: Stock) -> Flow:
+        member, cache = self.make_device(), self.folder / "cache"
         site = Site(
             member.device,
             ENGINE_BYTES,
             self.engine,
-            tensors.rng("int8"),
+            tensors.seeded_rng("int8"),
             member.train,
             member.held,
             {},
@@ -246,33 +242,31 @@ class _Bench:
         return Flow(site, stock.blocks.values(), 1.0)
 
 
-def _tried(bench: _Bench, plain: Bundle, params: Params) -> dict[str, Tried]:
-    """Every block that can be quantized, tried on what its donor feeds it."""
-    stock, paths, n = stitched.stock(plain.meta), bench.paths(plain), bench.images
-    run = bench.flow(paths, stock)
+def _quantize_all(bench: _Bench, plain: Bundle, params: Params) -> dict[str, Tried]:
+    stock, paths, n = stitched.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
+    run = bench.make_block_runner(paths, stock)
     graphs: dict[str, bytes] = {}
     seconds: dict[str, tuple[float, float]] = {}
     grams: dict[str, np.ndarray] = {}
     grams8: dict[str, np.ndarray] = {}
     shown = block_runner.Prepared(bench.examples.x[n:], stock.input)  # n to compare on, and n for the ranges
-    begun = _begun(run, stock, Part(shown, n, 2 * n))
+    begun = _run_first_blocks(run, stock, Part(shown, n, 2 * n))
     for donor in stock.donors.values():
         maps: Source = shown
         for block in (stock.blocks[name] for name in donor.blocks):
-            outputs, plain_s = _timed(run, block, maps, n)
-            grams[block.id] = scoring.gram(outputs, n, params.maps)
-            graph = quantized(block, paths, _fed(Part(maps, n, 2 * n), begun, block, params))
+            outputs, plain_s = _time_block(run, block, maps, n)
+            grams[block.id] = scoring.stack_gram(outputs, n, params.maps)
+            graph = quantize_block(block, paths, _yield_calibration_inputs(Part(maps, n, 2 * n), begun, block, params))
             if graph is not None:
-                path = bench.folder / file_of(block.id)
+                path = bench.folder / make_int8_name(block.id)
                 path.write_bytes(graph)
                 paths[path.name] = path
-                outputs8, quick_s = _timed(run, replace(block, int8=path.name).scored, maps, n)
+                outputs8, quick_s = _time_block(run, replace(block, int8=path.name).scoring_variant, maps, n)
                 graphs[block.id], seconds[block.id] = graph, (quick_s, plain_s)
-                grams8[block.id] = scoring.gram(outputs8, n, params.maps)
-            maps = run.block(block, maps, n, 2 * n, outputs)
+                grams8[block.id] = scoring.stack_gram(outputs8, n, params.maps)
+            maps = run.run_block(block, maps, n, 2 * n, outputs)
 
-    def change(name: str) -> float:
-        """Largest change of the CKA with any block whose matrix has as many rows."""
+    def compute_largest_change(name: str) -> float:
         others = [gram for gram in grams.values() if gram.shape == grams[name].shape]
         return max(
             abs(
@@ -281,64 +275,64 @@ def _tried(bench: _Bench, plain: Bundle, params: Params) -> dict[str, Tried]:
             for gram in others
         )
 
-    return {name: Tried(graph, change(name), *seconds[name]) for name, graph in graphs.items()}
+    return {name: Tried(graph, compute_largest_change(name), *seconds[name]) for name, graph in graphs.items()}
 
 
-def _timed(run: Flow, block: Block, maps: Source, n: int) -> tuple[Stack, float]:
-    """A block's output for the first n examples, and how long it took once its graphs were loaded."""
-    run.block(block, Part(maps, 0, 1))
+def _time_block(run: Flow, block: Block, maps: Source, n: int) -> tuple[Stack, float]:
+    # the first call loads the graphs
+    run.run_block(block, Part(maps, 0, 1))
     start = time.perf_counter()
-    outputs = run.block(block, maps, 0, n)
+    outputs = run.run_block(block, maps, 0, n)
     return outputs, time.perf_counter() - start
 
 
-def _begun(run: Flow, stock: Stock, shown: Source) -> list[tuple[Block, Source]]:
-    """The last blocks of the beginnings of each donor, and what they put out."""
+def _run_first_blocks(run: Flow, stock: Stock, shown: Source) -> list[tuple[Block, Source]]:
     found: list[tuple[Block, Source]] = []
     for donor in stock.donors.values():
         maps = shown
         for block in (stock.blocks[name] for name in donor.blocks[: max(LENGTHS)]):
-            maps = run.block(block, maps)
+            maps = run.run_block(block, maps)
             found.append((block, maps))
     return found
 
 
-def _fed(own: Source, begun: Iterable[tuple[Block, Source]], block: Block, params: Params) -> Iterator[np.ndarray]:
-    """Inputs of a block, a few examples at a time: from its own donor, and from junctions fitted to that."""
-    yield from (part for _, part in block_runner.pieces(own))
+def _yield_calibration_inputs(
+    own: Source, begun: Iterable[tuple[Block, Source]], block: Block, params: Params
+) -> Iterator[np.ndarray]:
+    # from the block's own donor, and from junctions fitted to that donor
+    yield from (part for _, part in block_runner.iterate_pieces(own))
     for before, maps in begun:
-        if not stitched.compatible(before, block, params.max_upsampling) or stitched.continues(before, block):
+        if not stitched.can_connect(before, block, params.max_upsampling) or stitched.is_continuation(before, block):
             continue
-        places = block_runner.positions(own.shape[0], block.in_shape, params.positions)
-        x = block_runner.sample(block_runner.resized(maps, *block.in_shape[1:]), places)
-        weights, bias = least_squares.Fit(x, params.ridge, params.bias).weights(block_runner.sample(own, places))
+        places = block_runner.draw_positions(own.shape[0], block.in_shape, params.positions)
+        x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), places)
+        weights, bias = least_squares.Fit(x, params.ridge, params.bias).solve_weights(
+            block_runner.sample_vectors(own, places)
+        )
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-        yield from (part for _, part in block_runner.pieces(block_runner.joined(maps, junction, block)))
+        yield from (part for _, part in block_runner.iterate_pieces(block_runner.apply_junction(maps, junction, block)))
 
 
 # -- choices --------------------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):
-    """The scores of a pool, in its order, with float32 blocks and with those in 8 bits."""
-
     pool: tuple[str, ...]
     plain: np.ndarray
     quick: np.ndarray
 
 
-def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Iterator[Choice]:
-    """Every block that may follow is scored by its output after the beginnings of each donor, on all images."""
+def _score_choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Iterator[Choice]:
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
     everywhere = replace(before.params, score_at="output", early=0, completion=False)
-    member = bench.member()
+    member = bench.make_device()
     local: Tensors = {}
 
-    def scores(state: State, net: Net, pool: tuple[str, ...]) -> np.ndarray:
+    def score_pool(state: State, net: Net, pool: tuple[str, ...]) -> np.ndarray:
         nonlocal local
         order = METHOD.send(replace(state, params=everywhere, current=net, pool=pool), DeviceView("int8", None, ()))
         assert order is not None
-        task, site = hands.delivered(
+        task, site = hands.make_task_and_context(
             METHOD,
             order,
             member,
@@ -352,19 +346,19 @@ def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Ite
         local = answer.local
         return answer.bundles["scores"]["score"]
 
-    for begun in search.beginnings(before.stock):
+    for begun in search.starting_networks(before.stock):
         own = before.stock.donors[before.stock.blocks[begun.path[0]].donor].blocks
         for length in LENGTHS:
             net = replace(begun, path=own[:length])
-            pool = search.offered(net, before.stock, everywhere)
+            pool = search.offered_blocks(net, before.stock, everywhere)
             if pool and length < len(own):
-                yield Choice(pool, scores(before, net, pool), scores(after, net, pool))
+                yield Choice(pool, score_pool(before, net, pool), score_pool(after, net, pool))
 
 
-def settled(choices: Sequence[Choice], candidates: Iterable[str], k: int) -> tuple[set[str], set[str]]:
-    """Which candidates are too far off in a score, and which others would change a best K.
+def find_rejected(choices: Sequence[Choice], candidates: Iterable[str], k: int) -> tuple[set[str], set[str]]:
+    """Return the candidates with deviating scores, and those that would change a choice of the best K.
 
-    A block that comes among the K or leaves them is taken back, until with those that are left no K differs.
+    Candidates that enter or leave the best K are rejected repeatedly until the remaining ones change no choice.
     """
     left = set(candidates)
     off = {
@@ -379,11 +373,11 @@ def settled(choices: Sequence[Choice], candidates: Iterable[str], k: int) -> tup
         found: set[str] = set()
         for pool, plain, quick in choices:
             mixed = np.where([name in left for name in pool], quick, plain)
-            found |= (_best(pool, plain, k) ^ _best(pool, mixed, k)) & left
+            found |= (_select_best(pool, plain, k) ^ _select_best(pool, mixed, k)) & left
         if not found:
             return off, moved
         left, moved = left - found, moved | found
 
 
-def _best(pool: Sequence[str], scores: np.ndarray, k: int) -> set[str]:
-    return {pool[j] for j in vote.ranking(scores, np.ones(len(pool), np.int64), pool)[:k]}
+def _select_best(pool: Sequence[str], scores: np.ndarray, k: int) -> set[str]:
+    return {pool[j] for j in vote.rank_blocks(scores, np.ones(len(pool), np.int64), pool)[:k]}

@@ -1,4 +1,4 @@
-"""One block in 8 bits: its graph quantized by ONNX Runtime with the ranges that its maps were seen to have."""
+"""Quantisation of one block with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class _Ranges(quantization.CalibrationDataReader):  # type: ignore[misc]
         return next(self._parts, None)
 
 
-def quantized(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]) -> bytes | None:
-    """A block in 8 bits by the ranges it has when fed so, with its weights inside; None: it stays as it is."""
+def quantize_block(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]) -> bytes | None:
+    """Return the 8-bit graph of a block with its weights, or None if the block must stay float32.
+
+    The inputs `fed` determine the ranges of the activations.
+    """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None
-    model = export_onnx.load(block.id, paths[block.stages[0][0]])
+    model = export_onnx.load_graph(block.id, paths[block.stages[0][0]])
     add_pre_process_metadata(model)  # what that would do, the exporter has done
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
         path = Path(folder) / "graph.onnx"
@@ -64,7 +67,7 @@ def quantized(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]
 
 
 def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
-    """Largest size of one example's values, unquantised: shapes of quantized operators cannot be inferred."""
+    # float32 sizes: shapes of quantized operators cannot be inferred
     values = [name for node in model.graph.node for name in node.output if name]
     seen = onnx.ModelProto()
     seen.CopyFrom(model)
@@ -72,10 +75,10 @@ def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnx_session.session(seen.SerializeToString(), options)
+    session = onnx_session.create_session(seen.SerializeToString(), options)
     example = {session.get_inputs()[0].name: np.zeros((1, *shape), np.float32)}
     found = session.run(None, example) + list(example.values())
     sizes = {name: value.nbytes for name, value in zip((*values, *example), found, strict=True)}
-    most = onnx_memory.alive_bytes(model.graph, sizes)
+    most = onnx_memory.peak_buffer_bytes(model.graph, sizes)
     assert most is not None
     return most

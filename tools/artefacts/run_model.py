@@ -1,4 +1,4 @@
-"""Classify examples with an exported network: all it takes is in the ONNX file."""
+"""Classification of files with an exported network."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data.spec import TABLES
-from fedquilt.tools.artefacts.classifier import Classifier, Examples, examples
+from fedquilt.tools.artefacts.classifier import Classifier, Examples, examples_from_arrays
 
 BATCH = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """One image."""
-
     image: str  # its file, or its place in the .npz
     label: str
     score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
@@ -49,7 +47,7 @@ def run_model(model: Path, source: Path) -> list[Row]:
         batches = _batches_from_files(source, network)
     rows = []
     for names, truths, x in batches:
-        scores = network.scores(x)
+        scores = network.compute_scores(x)
         rows += [
             Row(name, labels[best], float(scores[i, best]), truth)
             for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
@@ -57,16 +55,15 @@ def run_model(model: Path, source: Path) -> list[Row]:
     return rows
 
 
-def accuracy(rows: Sequence[Row]) -> float | None:
-    """The share of right answers among images whose label is known; None: it is known of none."""
+def compute_accuracy(rows: Sequence[Row]) -> float | None:
+    """Return the share of correct predictions, or None if no true label is known."""
     known = [row.label == row.truth for row in rows if row.truth is not None]
     return sum(known) / len(known) if known else None
 
 
 def main(model: Path, source: Path, format: str) -> int:
-    """Print what each image shows, and how many are right where that is known."""
     rows = run_model(model, source)
-    share = accuracy(rows)
+    share = compute_accuracy(rows)
     if format == "json":
         print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
         return 0
@@ -93,7 +90,7 @@ def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
             held = {key: file[key] for key in ("x_test", "x", "y_test", "y") if key in file}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    yield from _batches_of_examples(examples(held, len(labels), str(path)), network)
+    yield from _batches_of_examples(examples_from_arrays(held, len(labels), str(path)), network)
 
 
 def _batches_of_examples(held: Examples, network: Classifier) -> Iterator[Batch]:
@@ -103,12 +100,12 @@ def _batches_of_examples(held: Examples, network: Classifier) -> Iterator[Batch]
         part = x[first : first + BATCH]
         names = [str(first + i) for i in range(len(part))]
         truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
-        yield names, truths, network.prepared(part)
+        yield names, truths, network.prepare_inputs(part)
 
 
 def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
     """Yield batches of the examples in a file or folder, with the labels that folders' names give."""
-    labels, suffixes = network.labels, network.suffixes
+    labels, suffixes = network.labels, network.file_suffixes
     if not suffixes:
         raise DataError(
             f"{source}: the network takes numbers: give an .npz file with them under 'x', or a table as in training"
@@ -125,4 +122,4 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
         part = paths[first : first + BATCH]
         names = [str(path.relative_to(root)) for path in part]
         truths = [path.parent.name if path.parent.name in labels else None for path in part]
-        yield names, truths, np.concatenate([network.prepared(network.read_example(path)[None]) for path in part])
+        yield names, truths, np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in part])

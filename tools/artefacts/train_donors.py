@@ -1,10 +1,11 @@
-"""Train the demo's donors on MNIST: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLDER`.
+"""Train the donors of the demo on MNIST.
 
-Needs torch, some minutes, and MNIST's four `*-ubyte` files (torchvision.datasets.MNIST fetches them).
-On one machine the result is the same bytes every time: one thread, seeds, deterministic algorithms.
+Usage: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
+the four `*-ubyte` files of MNIST (fetched by torchvision.datasets.MNIST). On one machine the result is bit-identical:
+one thread, fixed seeds, deterministic algorithms.
 
-The three see MNIST differently, so that they become good at different things; none sees the digits of
-the demo. How each sees it is in AUGMENTATIONS.
+The three donors see MNIST through different AUGMENTATIONS, so that they become good at different things. None of them
+sees the digits of the demo.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import torch.nn.functional as F
 from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, derive_seed
-from fedquilt.data.examples import load_all
+from fedquilt.data.examples import load_split
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
-from fedquilt.tools.artefacts.prepare import prepare
+from fedquilt.tools.artefacts.prepare import prepare_bundle
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "job.toml"
 EPOCHS = 2
@@ -38,18 +39,18 @@ WEIGHT_DECAY = 5e-4
 Augmentation = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
-def moved(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Shifted by up to 3 pixels either way."""
-    return _warp(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
+def shift_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Return the images, each shifted by up to 3 pixels in either direction."""
+    return _warp_images(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
 
 
-def scaled(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """From its own size to filling the frame, 1.4 times, and shifted by up to a pixel."""
-    return _warp(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
+def enlarge_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Return the images, each enlarged by 1 to 1.4 and shifted by up to one pixel."""
+    return _warp_images(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
 
 
-def coarse(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Every second one through 9 to 27 pixels and back: what a camera of lower resolution sees."""
+def reduce_resolution(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Resample every second image through 9 to 27 pixels, as a camera of lower resolution would."""
     size = int(torch.randint(9, 28, (), generator=draw))
     small = F.interpolate(x[::2], size=(size, size), mode="area")
     mixed = x.clone()
@@ -57,41 +58,43 @@ def coarse(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return mixed
 
 
-AUGMENTATIONS: Mapping[str, Augmentation] = {"plain": moved, "residual": scaled, "separable": coarse}
+AUGMENTATIONS: Mapping[str, Augmentation] = {
+    "plain": shift_images,
+    "residual": enlarge_images,
+    "separable": reduce_resolution,
+}
 
 
-def train(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train every donor of the demo's job; write `out`/weights/<name>.safetensors and the bundle `out`/bundle.
+def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
+    """Train all donors of the demo's job, and return their accuracy on the test images of MNIST.
 
-    Returns:
-        Accuracy on MNIST's test images, by donor.
+    Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
 
     Raises:
-        DataError: `data` does not hold MNIST.
+        DataError: If `data` does not contain MNIST.
     """
-    job = settings.load(DEMO)
-    x, y = _mnist(data, "train")
-    x_test, y_test = _mnist(data, "test")
+    job = settings.load_job(DEMO)
+    x, y = _load_mnist(data, "train")
+    x_test, y_test = _load_mnist(data, "test")
     accuracies = {}
     tables = []
     for donor in job.donors:
         name = donor["name"]
-        with _reproducible():
-            model = _fit(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
+        with _use_deterministic_torch():
+            model = _train_donor(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
         with torch.no_grad():
             accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
         say(f"{name}: {accuracies[name]:.2%} of MNIST's test images")
         weights = out / "weights" / f"{name}.safetensors"
         weights.parent.mkdir(parents=True, exist_ok=True)
-        weights.write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
+        weights.write_bytes(tensors.encode_tensors({key: value.numpy() for key, value in model.state_dict().items()}))
         tables.append({**donor, "weights": str(weights)})
-    prepare({"input": job.input, "labels": job.labels, "donors": tables}, out / "bundle", say)
+    prepare_bundle({"input": job.input, "labels": job.labels, "donors": tables}, out / "bundle", say)
     return accuracies
 
 
 @contextmanager
-def _reproducible() -> Iterator[None]:
-    """One thread and deterministic algorithms inside; as before afterwards."""
+def _use_deterministic_torch() -> Iterator[None]:
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -102,7 +105,7 @@ def _reproducible() -> Iterator[None]:
         torch.use_deterministic_algorithms(strict)
 
 
-def _fit(
+def _train_donor(
     network: Mapping[str, Any],
     x: torch.Tensor,
     y: torch.Tensor,
@@ -111,7 +114,7 @@ def _fit(
     say: Callable[[str], None],
 ) -> torch.nn.Module:
     draw = torch.Generator().manual_seed(seed)
-    model = registry.load(network, seed=seed).train()
+    model = registry.load_network(network, seed=seed).train()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True
     )
@@ -132,8 +135,7 @@ def _fit(
     return model.eval()
 
 
-def _warp(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator) -> torch.Tensor:
-    """Each image enlarged by a factor within `scale` and moved by at most `shift` of half its width."""
+def _warp_images(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator) -> torch.Tensor:
     n = len(x)
     factor = scale[0] + (scale[1] - scale[0]) * torch.rand(n, generator=draw)
     move = shift * (2 * torch.rand(n, 2, generator=draw) - 1)
@@ -144,21 +146,19 @@ def _warp(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch
     return F.grid_sample(x, grid, align_corners=False)
 
 
-def _mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (n, 1, 28, 28) in 0..1 and labels (n,)."""
-    found = load_all(DataSpec(path=str(folder), split=split))
+def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    found = load_split(DataSpec(path=str(folder), split=split))
     if found.x.shape[1:] != (28, 28):
         raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")
     return torch.from_numpy(found.x[:, None].astype(np.float32) / 255), torch.from_numpy(found.y)
 
 
 def main() -> int:
-    """Train the demo's donors from the command line."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--data", type=Path, required=True, help="folder of MNIST's *-ubyte files, or of its raw/")
     arguments.add_argument("--out", type=Path, required=True, help="folder for the weights and the bundle")
     given = arguments.parse_args()
-    train(given.data, given.out)
+    train_donors(given.data, given.out)
     return 0
 
 

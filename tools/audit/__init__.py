@@ -1,4 +1,4 @@
-"""`fedquilt audit`: what a coordinator could see of a device's examples in what a method has it upload.
+"""Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt audit`).
 
 One example is trained on by the method's own two halves; what the device then uploads is all that the
 reconstruction gets, beside what the attacker is granted: the network, the device's weights before the step
@@ -33,7 +33,7 @@ from fedquilt.data import images
 from fedquilt.models import subspaces
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
 
@@ -44,7 +44,7 @@ SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
 
 @dataclass(frozen=True)
 class Row:
-    """One way to upload: a method, its parameters, and what is done to its gradient on the way."""
+    """A method with its parameters, and the noise added to its gradient."""
 
     label: str
     method: str
@@ -52,8 +52,8 @@ class Row:
     noise: float = 0.0  # deviation of the normal noise on every value of the gradient
 
 
-def rows(noise: float) -> list[Row]:
-    """Rows to compare. ParFed keeps one of LeNet's three convolutions, or all of them; of a ResNet's 20 it keeps 4."""
+def upload_variants(noise: float) -> list[Row]:
+    """Return the methods and parameters to compare."""
     return [
         Row("FedAvg", "fedavg", {}),
         Row(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
@@ -73,7 +73,7 @@ def extract_gradient(row: Row, network: Mapping[str, Any], start: Tensors, examp
     sent: list[Mapping[str, Tensors]] = []
     method = methods.load(row.method)
 
-    def work(task: Task, site: Site) -> Answer:
+    def record_work(task: Task, site: Site) -> Answer:
         answer = method.work(task, site)
         sent.append(answer.bundles)
         return answer
@@ -82,13 +82,15 @@ def extract_gradient(row: Row, network: Mapping[str, Any], start: Tensors, examp
     params = {key: value for key, value in {**PLAIN, **row.params}.items() if key in known}
     job = Job(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = Member("victim", example, Examples(example.x[:0], example.y[:0]))
-    double = replace(method, work=work)
+    double = replace(method, work=record_work)
     from fedquilt.models.networks import tensor_register  # needs torch, as the attack does
 
     with Scratch() as place:
-        register = tensor_register.of_table(network)
-        bundle.write(place, {"network": dict(network), "register": register}, {"model": tensors.encode(start)})
-        for _ in states(job, place, [victim], load=lambda name: double, engine=engine):
+        register = tensor_register.register_from_table(network)
+        bundle.write_bundle(
+            place, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
+        )
+        for _ in iterate_states(job, place, [victim], load=lambda name: double, engine=engine):
             found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
             kept = {
                 name: (start[name].astype(np.float64) - array) / RATE
@@ -130,34 +132,34 @@ def audit_methods(
     from fedquilt.tools.audit import attack
 
     most = max(count, *SIZES)
-    drawn = shares.load_all(DataSpec(path=str(data), limit=most, size=size, seed=seed))
+    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=seed))
     if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
         raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = attack.weights(network, seed), attack.classifier_path(network)
+    start, head = attack.draw_weights(network, seed), attack.classifier_path(network)
     engine = TorchEngine(ROOM_BYTES)
-    attack.single()
-    chosen = rows(noise)
+    attack.use_one_thread()
+    chosen = upload_variants(noise)
     found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
-        truth = images.prepare(example.x, table)[0]
+        truth = images.prepare_images(example.x, table)[0]
         line = [truth]
         for place, row in enumerate(chosen):
-            progress.LINE.part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
+            progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
             gradient = extract_gradient(row, network, start, example, engine)
-            rng = tensors.rng("audit", seed, index, row.label)
+            rng = tensors.seeded_rng("audit", seed, index, row.label)
             if row.noise:
                 gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
             label = int(example.y[0])
-            guess = attack.reconstruct(network, start, gradient, label, truth.shape, rng, steps)
+            guess = attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, steps)
             account = found[row.label]
             account["psnr_db"].append(round(psnr(guess, truth), 2))
             account["values"] = sum(array.size for array in gradient.values())
-            account["label_read"].append(attack.label_of(gradient, head) == label)
+            account["label_read"].append(attack.infer_label(gradient, head) == label)
             line.append(guess)
             say(f"[{index + 1}/{count}] {row.label}: {account['psnr_db'][-1]:.1f} dB")
         pictures.append([np.moveaxis(each, 0, -1) for each in line])
@@ -165,31 +167,30 @@ def audit_methods(
         "rows": {
             label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in found.items()
         },
-        "fingerprints": fingerprints(drawn),
+        "fingerprints": compare_fingerprints(drawn),
         "settings": {"network": network, "steps": steps, "noise": noise, "seed": seed, "examples": len(pictures)},
         "pictures": pictures,
     }
 
 
-def fingerprints(examples: Examples) -> list[dict[str, float]]:
-    """How like the mean picture a fingerprint's first vector is, for several numbers of examples."""
+def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
+    """Compare a fingerprint's first vector with the mean image, for several numbers of examples."""
     found = []
     for size in (1, *SIZES):
         if size <= len(examples):
             some = examples.x[:size]
-            likeness = subspaces.mean_likeness(some, subspaces.subspace(some, 5))
+            likeness = subspaces.mean_similarity(some, subspaces.compute_subspace(some, 5))
             found.append({"examples": size, "cosine": round(likeness, 4)})
     return found
 
 
 def psnr(guess: np.ndarray, truth: np.ndarray) -> float:
-    """In decibels, of pixels of 0 to 1; at most 100, for pictures that are the same."""
+    """Return the peak signal-to-noise ratio in decibels, at most 100, for pixels from 0 to 1."""
     error = float(np.square(guess.astype(np.float64) - truth).mean())
     return min(100.0, float(-10 * np.log10(error))) if error > 0 else 100.0
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """The audit as text."""
+def format_result(result: Mapping[str, Any]) -> list[str]:
     settings = result["settings"]
     found = [
         f"iDLG on {settings['examples']} examples, up to {settings['steps']} steps; a high PSNR is a picture given away"
@@ -207,10 +208,10 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Callable[[str], None]) -> int:
-    """Measure, write the pictures beside each other, and tell.
+    """Run the audit, write the images as SVG and print the result. Return 0.
 
     Raises:
-        StoreError: the pictures cannot be written.
+        StoreError: If the SVG file cannot be written.
     """
     result = audit_methods(data, **options, say=say)
     titles = ["original", *result["rows"]]
@@ -218,8 +219,8 @@ def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Ca
         ["", *(f"{row['psnr_db'][i]:.1f} dB" for row in result["rows"].values())]
         for i in range(len(result["pictures"]))
     ]
-    disk.write(out, picture.sheet(titles, result.pop("pictures"), notes))
-    told: Sequence[str] = [*lines(result), f"{out}: the pictures"]
+    disk.write_output(out, picture.render_grid(titles, result.pop("pictures"), notes))
+    told: Sequence[str] = [*format_result(result), f"{out}: the pictures"]
     text = msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told)
-    progress.LINE.aside(text)
+    progress.LINE.print_to_stdout(text)
     return 0

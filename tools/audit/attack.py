@@ -1,4 +1,4 @@
-"""iDLG: the example whose gradient is the one that was uploaded. Imports torch.
+"""Reconstruction of an example from its gradient by iDLG. Imports torch.
 
 Papers: Zhao et al., iDLG: Improved Deep Leakage from Gradients (arXiv 2001.02610), Algorithm 1; Zhu et al.,
 Deep Leakage from Gradients (arXiv 1906.08935) for the network, its weights and L-BFGS. In float64, with a
@@ -21,8 +21,8 @@ from fedquilt.models.networks import registry, tensor_register
 STARTS = 2  # the better of so many beginnings: what the attacker sees tells which
 
 
-def single() -> None:
-    """One thread: of so small a network others have no share, and they wait for each other."""
+def use_one_thread() -> None:
+    # several threads are slower on such a small network
     torch.set_num_threads(1)
 
 
@@ -31,20 +31,20 @@ def classifier_path(network: Mapping[str, Any]) -> str | None:
     return tensor_register.trace_register(registry.build(network), registry.input_shape(network)).classifier()
 
 
-def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """The network's tensors from U(-0.5, 0.5)."""
-    rng = tensors.rng("audit weights", seed)
+def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Draw the network's tensors from U(-0.5, 0.5)."""
+    rng = tensors.seeded_rng("audit weights", seed)
     held = registry.build(network).state_dict()
     return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
 
 
-def label_of(gradient: Tensors, head: str | None) -> int | None:
-    """The label of a single example, read off the head's gradient: the only row against its inputs; None: no head."""
+def infer_label(gradient: Tensors, head: str | None) -> int | None:
+    """Infer the label of a single example from the head's bias gradient, or None without a head."""
     bias = gradient.get(f"{head}.bias")
     return None if bias is None else int(bias.argmin())
 
 
-def reconstruct(
+def reconstruct_example(
     network: Mapping[str, Any],
     start: Tensors,
     gradient: Tensors,
@@ -53,7 +53,7 @@ def reconstruct(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """Reconstruct x' (channels, h, w) in 0..1 with the least |grad' - grad|^2 over the tensors of `gradient` (Eq. 13).
+    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13).
 
     Args:
         network: its table.

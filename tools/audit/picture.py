@@ -1,4 +1,4 @@
-"""Pictures beside each other in one SVG, each with a title over its column and a note under it."""
+"""Grid of images in one SVG, with column titles and notes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fedquilt.tools.report import plots
 CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
-def sheet(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
-    """The sheet as SVG text, a file of its own.
+def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
+    """Render images as a grid in a standalone SVG.
 
     Args:
-        titles: one for each column.
-        rows: images (h, w), (h, w, 1) or (h, w, 3) of 0..1; values beyond are cut off.
-        notes: one for each image.
+        titles: Title of each column.
+        rows: Images (h, w), (h, w, 1) or (h, w, 3) from 0 to 1. Other values are clipped.
+        notes: Note of each image.
     """
     step = CELL + GAP
 
     def draw(axis: plots.Axis, tip: plots.Tip) -> None:
         for column, title in enumerate(titles):
             middle = GAP + step * column + CELL / 2
-            axis.text(middle, TOP - 4, _wrapped(title), ha="center", va="bottom")
+            axis.text(middle, TOP - 4, _wrap_title(title), ha="center", va="bottom")
             for number, (row, told) in enumerate(zip(rows, notes, strict=True)):
                 image, (x, y) = row[column], (GAP + step * column, TOP + (step + 14) * number)
                 values = (
@@ -37,9 +37,8 @@ def sheet(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Se
 
     size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
     words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
-    return plots.with_ground(plots.picture(*size, words, draw))
+    return plots.add_background(plots.render_picture(*size, words, draw))
 
 
-def _wrapped(title: str) -> str:
-    """A title in at most two lines."""
+def _wrap_title(title: str) -> str:
     return title.replace(", ", "\n", 1) if ", " in title else title.replace(": ", "\n", 1)

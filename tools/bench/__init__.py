@@ -1,4 +1,4 @@
-"""`fedquilt bench WHAT`: measurements anybody can repeat. Each is compared with something of the same run."""
+"""Benchmarks against baselines of the same run (`fedquilt bench WHAT`)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ SIZES = {"stitch": (64,), "memory": (224,)}  # pixels, of the benches on images
 
 
 def main(what: str, format: str, sizes: Sequence[int] = (), given: Mapping[str, Any] = {}) -> int:
-    """Run one bench and print it; 0 when it reached its figures, 1 when not.
+    """Run one benchmark and print its result. Return 0, or 1 if a figure missed its limit.
 
-    One on images is run for each size, and its JSON is a list. `given` is what else its `measure` takes.
+    Args:
+        what: Name of the benchmark's module.
+        format: "text" or "json".
+        sizes: Image sizes in pixels. With sizes the JSON is a list.
+        given: Further arguments of the benchmark's `measure`.
     """
     bench = importlib.import_module(f"fedquilt.tools.bench.{what}")
     sizes = sizes or SIZES.get(what, ())
     results: list[dict[str, Any]] = []
     turns = [{"size": size} for size in sizes] or [{}]
     for each in turns:
-        shown = nullcontext() if "show" in signature(bench.measure).parameters else progress.during(f"bench {what}")
+        shown = (
+            nullcontext() if "show" in signature(bench.measure).parameters else progress.show_progress(f"bench {what}")
+        )
         with shown:
             results.append(bench.measure(**each, **given))
-        progress.LINE.end()
+        progress.LINE.end_operation()
         if format == "text":
             print("\n".join(bench.lines(results[-1])), flush=True)
     if format == "json":

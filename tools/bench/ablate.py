@@ -1,4 +1,8 @@
-"""`fedquilt bench stitch --ablate`: whole searches with one part of the method changed, beside what needs no search.
+"""Ablation of FedStitch: complete searches with one part changed, and their baselines.
+
+Each search runs through the coordinator's own rounds, for each data partition and seed. Accuracy is that of the
+selected network on the test split. Runs are independent, so every core plays one with one thread. Finished runs are
+stored in a folder and not repeated.
 
 Every search goes through the coordinator's own rounds (`fedquilt.tools.simulation`) for each partition of
 the data and each seed, which draws the partition, the cohorts and all else. Accuracy is that of the chosen
@@ -30,11 +34,11 @@ from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import cka, names
 from fedquilt.tools.bench.ablate_rows import ALIGNED, BASE, PARTS, VARIANTS, Row
 from fedquilt.tools.experiments import parallel, run_cache
-from fedquilt.tools.experiments.baselines import MOST_ROUNDS, Bench, Result, pooled
+from fedquilt.tools.experiments.baselines import MOST_ROUNDS, Bench, Result, pool_examples
 from fedquilt.tools.experiments.run_cache import Kept
 from fedquilt.tools.simulation import Member, agents
 from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 BUDGET_BYTES = 2 << 30  # of each process
@@ -43,7 +47,7 @@ LEAST = 2 * cka.MIN_IMAGES  # examples of a device that can score; one with fewe
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One run: what one process plays at a time. `job` is the job as JSON, with the partition and seed of this run."""
+    """One run of an ablation. `job` is the job as JSON with the partition and seed of the run."""
 
     job: bytes
     folder: str  # of the bundle
@@ -53,8 +57,9 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Inputs that the run depends on."""
-        return run_cache.key(self.job, self.part.encode(), bundle=Path(self.folder), data=run_cache.paths(self.job))
+        return run_cache.make_key(
+            self.job, self.part.encode(), bundle=Path(self.folder), data=run_cache.list_data_paths(self.job)
+        )
 
     def __str__(self) -> str:
         return f"{self.condition}, seed {self.seed}, {self.part}"
@@ -62,7 +67,7 @@ class Case(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a run is played on."""
+    """Engine, data and job of a run."""
 
     bench: Bench
     members: Sequence[Member]
@@ -77,18 +82,20 @@ Player = Callable[[Sequence[Case]], Iterator[Finished]]
 # -- what is to be played -------------------------------------------------------------------------
 
 
-def cases(job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], only: Sequence[str] = ()) -> list[Case]:
-    """Make one case for each partition, seed and part.
+def create_cases(
+    job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], only: Sequence[str] = ()
+) -> list[Case]:
+    """Create a case for each partition, seed and part.
 
     Args:
-        job: of stitching.
-        folder: its bundle.
-        alphas: concentrations of Dirichlet partitions, or "iid"; (): the job's own partition.
-        seeds: one run of each part with each.
-        only: names among PARTS; (): all that these donors allow.
+        job: Stitching job.
+        folder: Bundle of the job.
+        alphas: Concentrations of Dirichlet partitions, or "iid". Without any, the job's own partition is used.
+        seeds: Seeds of the runs.
+        only: Names among PARTS. Without any, all parts that the donors allow are used.
 
     Raises:
-        JobError: the job does not stitch or has no data, or a name is unknown.
+        JobError: If the job does not stitch or has no data, or a name is unknown.
     """
     if job.method != "fedstitch":
         raise JobError(f"job {job.name!r} is one of {job.method}: ablations are of fedstitch")
@@ -97,10 +104,10 @@ def cases(job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], o
     unknown = sorted(set(only) - set(PARTS))
     if unknown:
         raise JobError(f"--only {' '.join(unknown)}: there are {', '.join(PARTS)}")
-    aligned = any(donor.get("align") for donor in bundle.load(folder).meta["donors"].values())
+    aligned = any(donor.get("align") for donor in bundle.load_bundle(folder).meta["donors"].values())
     parts = [part for part in PARTS if part in only or (not only and (aligned or part not in ALIGNED))]
     found = []
-    for condition, data in dict(_partition(job, alpha) for alpha in alphas or ("",)).items():
+    for condition, data in dict(_apply_partition(job, alpha) for alpha in alphas or ("",)).items():
         for seed in sorted(set(seeds)):
             table = {**msgspec.to_builtins(job), "seed": seed, "data": {**data, "seed": seed}}
             try:
@@ -112,8 +119,7 @@ def cases(job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], o
     return found
 
 
-def _partition(job: Job, alpha: str) -> tuple[str, dict[str, Any]]:
-    """A partition in words, and the job's [data] with it."""
+def _apply_partition(job: Job, alpha: str) -> tuple[str, dict[str, Any]]:
     data = dict(job.data)
     if alpha == "iid":
         data["partition"] = alpha
@@ -134,39 +140,38 @@ def _partition(job: Job, alpha: str) -> tuple[str, dict[str, Any]]:
 # -- playing one ----------------------------------------------------------------------------------
 
 
-def play(case: Case) -> list[Row]:
-    """The networks that one run comes to."""
-    setting = _setting(case.job, case.folder)
+def run_case(case: Case) -> list[Row]:
+    """Run one case and return a row per network."""
+    setting = _load_setting(case.job, case.folder)
     began_s = time.perf_counter()
-    rows = searched(case.part, setting) if case.part in VARIANTS else compared(case.part, setting)
+    rows = run_search(case.part, setting) if case.part in VARIANTS else run_baseline(case.part, setting)
     wall_s = round(time.perf_counter() - began_s, 3)
     known = {"condition": case.condition, "seed": case.seed, "part": case.part, "wall_s": wall_s}
     return [msgspec.convert({**row, **known, "tested": len(setting.bench.test)}, Row) for row in rows]
 
 
 @functools.lru_cache(maxsize=1)
-def _setting(job: bytes, folder: str) -> Setting:
-    """The last one is kept: shares of a large file take longer to read than to score."""
+def _load_setting(job: bytes, folder: str) -> Setting:
+    # cached, because reading the examples of a large file takes longer than scoring
     from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
-    given, opened = jobs.parse(msgspec.json.decode(job)), bundle.load(Path(folder))
-    members, test = agents.Plan(given, Path(folder), Path()).members()
+    given, opened = jobs.parse_job(msgspec.json.decode(job)), bundle.load_bundle(Path(folder))
+    members, test = agents.Plan(given, Path(folder), Path()).load_devices()
     engine = OnnxEngine(BUDGET_BYTES, threads=1)
     bench = Bench(
-        opened, lambda name: Path(folder) / "blobs" / opened.files[name].sha256, engine, pooled(members), test
+        opened, lambda name: Path(folder) / "blobs" / opened.files[name].sha256, engine, pool_examples(members), test
     )
     able = [each for each in members if len(each.train) >= LEAST]
     if not able:
         raise JobError(f"none of {len(members)} devices has the {LEAST} images that scoring needs: have fewer devices")
     size = 0 if given.cohort.size >= len(able) else given.cohort.size
-    params = asdict(replace(jobs.params(given), **BASE))
+    params = asdict(replace(jobs.parse_params(given), **BASE))
     cohort = msgspec.structs.replace(given.cohort, size=size)
     played = msgspec.structs.replace(given, rounds=MOST_ROUNDS, params=params, cohort=cohort)
     return Setting(bench, able, played, Path(folder))
 
 
-def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
-    """A whole search, and what it took."""
+def run_search(part: str, setting: Setting) -> list[dict[str, Any]]:
     bench, variant, scored = setting.bench, VARIANTS[part], 0
     job = msgspec.structs.replace(setting.job, params={**setting.job.params, **variant.changes})
     method, rounds = variant.double(fedstitch.METHOD), list[Round]()
@@ -174,7 +179,7 @@ def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
     def observe(simulation: Simulation, hands: Hands) -> None:
         rounds[:] = simulation.rounds
 
-    for state in states(
+    for state in iterate_states(
         job, setting.folder, setting.members, load=lambda name: method, engine=bench.engine, observe=observe
     ):
         scored += len(state.pool) if state.phase == "score" else 0
@@ -182,51 +187,53 @@ def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
     return [
         {
             "name": variant.label,
-            "accuracy": bench.accuracy_of(found),
+            "accuracy": bench.compute_accuracy(found),
             "rounds": len(rounds),
             "task_s": sum(each.cpu_s for each in rounds) / tasks,
             "down_bytes": sum(each.down_bytes for each in rounds) / tasks,
             "up_bytes": sum(each.up_bytes for each in rounds) / tasks,
             "scored": scored,
-            "path": names.network(found.meta["taps"], found.meta["head"] is not None),
+            "path": names.network_name(found.meta["taps"], found.meta["head"] is not None),
         }
     ]
 
 
-def compared(part: str, setting: Setting) -> list[dict[str, Any]]:
-    """Baselines of a search."""
+def run_baseline(part: str, setting: Setting) -> list[dict[str, Any]]:
+    """Run one kind of baseline of a search."""
     bench, job, folder = setting.bench, setting.job, setting.folder
     match part:
         case "alone":
             devices = {each.device: each for each in setting.members}
-            some = [devices[name] for name in cohort.sample(job.seed, 0, devices, ALONE)]
-            accuracies = [each.accuracy for each in bench.alone(job, folder, some)]
+            some = [devices[name] for name in cohort.select_cohort(job.seed, 0, devices, ALONE)]
+            accuracies = [each.accuracy for each in bench.evaluate_single_devices(job, folder, some)]
             return [
                 {"name": "one device alone, mean", "accuracy": float(np.mean(accuracies))},
                 {"name": f"one device alone, best of {len(some)}", "accuracy": max(accuracies)},
             ]
         case "unmodified":
-            return _named("{}, unmodified", bench.unmodified())
+            return _label_results("{}, unmodified", bench.evaluate_unmodified())
         case "self-stitched":
-            return _named("{}, stitched to itself", bench.stitched_to_themselves(job, folder, setting.members))
+            return _label_results("{}, stitched to itself", bench.evaluate_self_stitched(job, folder, setting.members))
         case _:
-            return _named("{}, new head", bench.heads())
+            return _label_results("{}, new head", bench.evaluate_new_heads())
 
 
-def _named(label: str, results: Iterable[Result]) -> list[dict[str, Any]]:
+def _label_results(label: str, results: Iterable[Result]) -> list[dict[str, Any]]:
     return [{"name": label.format(each.name), "accuracy": each.accuracy} for each in results]
 
 
 # -- playing all ----------------------------------------------------------------------------------
 
 
-def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
-    """The rows of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
+def run_cases(
+    todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]
+) -> tuple[list[Row], list[str]]:
+    """Run the cases that `out`/runs does not contain. Return all rows, and the errors."""
     store = Kept(out, list[Row])
     keys = {case: case.key for case in todo}  # of the data as they are before anything runs
     found = {case: rows for case, key in keys.items() if (rows := store.find(key)) is not None}
     missing = [case for case in todo if case not in found]
-    for line in store.told(len(found), keys.values()):
+    for line in store.describe_cache(len(found), keys.values()):
         say(line)
     failed: list[str] = []
     began_s = time.monotonic()
@@ -238,21 +245,21 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
             say(f"{told}: failed: {came}")
             continue
         found[case] = came
-        store.keep(keys[case], came)
+        store.store(keys[case], came)
         say(f"{told}: {', '.join(f'{100 * row.accuracy:.1f} %' for row in came)} in {took_s:.0f} s")
     return [row for case in todo for row in found.get(case, ())], failed
 
 
-def in_processes(todo: Sequence[Case]) -> Iterator[Finished]:
-    """Each as it is finished, by as many processes as there are cores; they end with this one."""
-    for _, finished in parallel.spread(_attempt, [(case,) for case in todo]):
+def run_in_processes(todo: Sequence[Case]) -> Iterator[Finished]:
+    """Run cases in one process per core, and yield each result when finished."""
+    for _, finished in parallel.run_in_processes(_try_case, [(case,) for case in todo]):
         yield finished
 
 
-def _attempt(case: Case) -> Finished:
+def _try_case(case: Case) -> Finished:
     began_s = time.perf_counter()
     try:
-        rows: list[Row] | FedquiltError = play(case)
+        rows: list[Row] | FedquiltError = run_case(case)
     except FedquiltError as error:
         rows = error
     return case, rows, time.perf_counter() - began_s
@@ -271,27 +278,27 @@ def main(
     only: Sequence[str] = (),
     format: str = "text",
 ) -> int:
-    """Play what is not played yet, print the table, and write `out`/ablation.svg; 1 when a run failed."""
+    """Run the missing cases, print the table and write ablation.svg. Return 1 if a case failed."""
     from fedquilt.tools.bench import ablate_plot, ablate_table  # before long work: a missing library is told now
 
-    rows, failed = played(cases(job, folder, alphas, seeds, only), out, in_processes, _say)
+    rows, failed = run_cases(create_cases(job, folder, alphas, seeds, only), out, run_in_processes, _print_progress)
     plot = out / "ablation.svg"
     if rows:
-        ablate_plot.draw(rows, plot)
+        ablate_plot.draw_plot(rows, plot)
     if format == "json":
         result = {
             "bench": "ablate",
             "job": job.name,
-            "table": ablate_table.table(rows),
-            "verdicts": ablate_table.all_verdicts(rows),
+            "table": ablate_table.summarise_rows(rows),
+            "verdicts": ablate_table.verdicts_by_condition(rows),
             "failed": failed,
             "runs": rows,
         }
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join([*ablate_table.lines(rows), *(f"failed: {each}" for each in failed), f"plot: {plot}"]))
+        print("\n".join([*ablate_table.format_table(rows), *(f"failed: {each}" for each in failed), f"plot: {plot}"]))
     return 1 if failed else 0
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

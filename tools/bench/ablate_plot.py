@@ -1,4 +1,4 @@
-"""The picture of an ablation: accuracy of every run, a panel for each partition, and the cost of a device's round.
+"""Plot of an ablation: accuracy of every run by partition, and the cost of a device's round.
 
 Imports matplotlib: the extra `report`.
 """
@@ -18,8 +18,8 @@ STITCHED, OTHER, PALE = *plots.COLOURS[:2], "#9fc4ea"
 ROW, LABEL, DOTS, BARS = 20, 150, 220, 140  # pixels: a row's height; widths of names, a panel of dots, one of bars
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Write the picture; its format follows the file's ending."""
+def draw_plot(rows: Sequence[Row], file: Path) -> None:
+    """Write the plot in the format of the file's suffix."""
     names = list(dict.fromkeys(row.name for row in rows if row.part in VARIANTS))
     searched = len(names)
     names += list(dict.fromkeys(row.name for row in rows if row.part not in VARIANTS))
@@ -27,19 +27,19 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     gap = 0.6 if 0 < searched < len(names) else 0.0
     places = {name: i + gap * (i >= searched) for i, name in enumerate(names)}
     widths = [DOTS] * len(conditions) + [BARS] * (2 if searched else 0)
-    with plots.style("ablation"):
-        figure = plots.figure(LABEL + sum(widths), 75 + ROW * (len(names) + 1))
+    with plots.make_plot_style("ablation"):
+        figure = plots.make_figure(LABEL + sum(widths), 75 + ROW * (len(names) + 1))
         figure.set(layout_engine="constrained", facecolor="white")
         axes = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
         low = 100 * min(row.accuracy for row in rows)
         for axis, condition in zip(axes, conditions, strict=False):
-            _accuracy(axis, [row for row in rows if row.condition == condition], places)
+            _draw_accuracies(axis, [row for row in rows if row.condition == condition], places)
             axis.set(title=condition, xlim=(max(0.0, low - 4), 101))
         if searched:
-            _bars(axes[-2], rows, places, {"task_s": ("", STITCHED)}, 1.0, "processor seconds")
+            _draw_bars(axes[-2], rows, places, {"task_s": ("", STITCHED)}, 1.0, "processor seconds")
             axes[-2].set_title("one device's round")
             columns = {"down_bytes": ("down", STITCHED), "up_bytes": ("up", PALE)}
-            _bars(axes[-1], rows, places, columns, 1e-3, "kB")
+            _draw_bars(axes[-1], rows, places, columns, 1e-3, "kB")
             axes[-1].set_title("sent in it")
             axes[-1].legend(frameon=False, loc="lower right")
         axes[0].set_yticks(list(places.values()), [name.strip() for name in places])
@@ -47,8 +47,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         figure.savefig(file, dpi=150)
 
 
-def _accuracy(axis: plots.Axis, rows: Sequence[Row], places: dict[str, float]) -> None:
-    """A dot for every seed, the mean as a stroke and in figures; the default's mean runs through the whole panel."""
+def _draw_accuracies(axis: plots.Axis, rows: Sequence[Row], places: dict[str, float]) -> None:
     for name, place in places.items():
         group = [row for row in rows if row.name == name]
         if not group:
@@ -61,10 +60,10 @@ def _accuracy(axis: plots.Axis, rows: Sequence[Row], places: dict[str, float]) -
         axis.text(1.02, place, f"{mean:.1f}", transform=axis.get_yaxis_transform(), va="center", color=colour)
         if group[0].part == "default":
             axis.axvline(mean, color=colour, linewidth=0.8, linestyle=":", zorder=0)
-    _labelled(axis, "test accuracy, %")
+    _label_axis(axis, "test accuracy, %")
 
 
-def _bars(
+def _draw_bars(
     axis: plots.Axis,
     rows: Sequence[Row],
     places: dict[str, float],
@@ -72,18 +71,17 @@ def _bars(
     scale: float,
     unit: str,
 ) -> None:
-    """The mean of all runs of a search, of each column with its label and colour."""
     height = 0.62 / len(columns)
     known = list(dict.fromkeys(row.name for row in rows if row.part in VARIANTS))
     for i, (column, (label, colour)) in enumerate(columns.items()):
         means = [scale * float(np.mean([getattr(row, column) for row in rows if row.name == name])) for name in known]
         at = [places[name] + (i - (len(columns) - 1) / 2) * height for name in known]
         axis.barh(at, means, height, color=colour, label=label)
-    _labelled(axis, unit)
+    _label_axis(axis, unit)
     axis.set_xlim(left=0)
 
 
-def _labelled(axis: plots.Axis, label: str) -> None:
+def _label_axis(axis: plots.Axis, label: str) -> None:
     axis.set_xlabel(label)
     axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axis.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,4 +1,4 @@
-"""Rows of an ablation: searches with one part changed, their baselines, and a row for each network."""
+"""Variants and result rows of an ablation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import msgspec
 from fedquilt.core import Answer, Method, Site, Task, Tensors
 
 
-def forgetful(method: Method) -> Method:
-    """The method on devices that keep nothing from one task to the next, but for which images they have drawn.
+def clear_between_tasks(method: Method) -> Method:
+    """Return the method with device state and cache cleared before each task, except drawn images.
 
     That is part of the job; everything else they can find again. Their caches are empty at every task.
     """
@@ -29,7 +29,7 @@ def forgetful(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Variant:
-    """A whole search, and what is different in it."""
+    """A complete search with changed parameters or a changed method."""
 
     label: str
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the parameters
@@ -58,7 +58,7 @@ VARIANTS = {
     "no-native": Variant("  native next block excluded", {"native_continuation": "exclude"}),
     "no-join": Variant("  each network with its own head", {"join": False}),
     "no-search": Variant("  nothing stitched", {"expansions": 0}),
-    "no-memo": Variant("  nothing kept between tasks", double=forgetful),
+    "no-memo": Variant("  nothing kept between tasks", double=clear_between_tasks),
     "paper": Variant("  the paper's letter", {"mode": "paper"}),
 }
 COMPARISONS = ("alone", "unmodified", "self-stitched", "heads")
@@ -67,7 +67,7 @@ ALIGNED = ("paper", "unmodified")  # take donors whose classes are aligned with 
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one network of one run came to. What only a search has is None for the others."""
+    """Result of one network in one run. Values that only a search has are None elsewhere."""
 
     condition: str
     seed: int

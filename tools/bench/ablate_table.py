@@ -1,4 +1,4 @@
-"""The table of an ablation, and in plain sentences who wins: stitching or what it has to beat, either vote."""
+"""Table of an ablation, and verdicts on stitching and weighted voting."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MEANS = ("rounds", "task_s", "wall_s", "down_bytes", "up_bytes", "scored")
 HEAD = f"{'':34} {'%':>5} {'sd':>5} {'rounds':>7} {'scored':>7} {'cpu s':>8} {'down kB':>8} {'up kB':>8} {'run s':>7}"
 
 
-def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each partition and name the mean over seeds; "sd" is of the accuracy, None for one seed."""
+def summarise_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return means over seeds by partition and name. "sd" of the accuracy is None for one seed."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.condition, row.name), []).append(row)
@@ -26,21 +26,23 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "runs": len(group),
             "tested": group[0].tested,
             "accuracy": float(np.mean([row.accuracy for row in group])),
-            "sd": _sd([row.accuracy for row in group]),
+            "sd": _standard_deviation([row.accuracy for row in group]),
             **{column: _mean([getattr(row, column) for row in group]) for column in MEANS},
         }
         for (condition, name), group in groups.items()
     ]
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Table and sentences for people, one partition after the other."""
-    found, sentences = [], all_verdicts(rows)
-    for condition, group in _by_condition(table(rows)).items():
+def format_table(rows: Sequence[Row]) -> list[str]:
+    """Format the table and the verdicts, partition by partition."""
+    found, sentences = [], verdicts_by_condition(rows)
+    for condition, group in _group_by_condition(summarise_rows(rows)).items():
         first = group[0]
-        found.append(f"\n{condition}: accuracy on {first['tested']} test images, mean and sd of {_count(group)}")
+        found.append(
+            f"\n{condition}: accuracy on {first['tested']} test images, mean and sd of {_format_seed_count(group)}"
+        )
         found.append(HEAD)
-        found += [_line(each) for each in group]
+        found += [_format_row(each) for each in group]
         found += sentences[condition]
     found += [
         "",
@@ -51,75 +53,77 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def all_verdicts(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The sentences of `verdicts` for each partition."""
+def verdicts_by_condition(rows: Sequence[Row]) -> dict[str, list[str]]:
     conditions = dict.fromkeys(row.condition for row in rows)
-    return {name: verdicts([row for row in rows if row.condition == name]) for name in conditions}
+    return {name: format_verdicts([row for row in rows if row.condition == name]) for name in conditions}
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Who wins under one partition: mean and sd of the differences of runs with the same seed, in points."""
-    stitched = _of(rows, "part", "default")
+def format_verdicts(rows: Sequence[Row]) -> list[str]:
+    """Format the differences to the baselines in points (mean and sd over equal seeds)."""
+    stitched = _accuracies_by_seed(rows, "part", "default")
     found: list[str] = []
     won: list[str] = []
     lost: list[str] = []
     for name in dict.fromkeys(row.name for row in rows if row.part in COMPARISONS):
-        points = _points(stitched, _of(rows, "name", name))
+        points = _differences(stitched, _accuracies_by_seed(rows, "name", name))
         if points:
             gained = float(np.mean(points)) > 0
-            (won if gained else lost).append(f"{name} {_told(points if gained else [-each for each in points])}")
+            (won if gained else lost).append(
+                f"{name} {_format_points(points if gained else [-each for each in points])}"
+            )
     if won:
         found.append(f"Stitching beats, by so many points: {'; '.join(won)}.")
     if lost:
         found.append(f"Stitching does not beat, short by so many points: {'; '.join(lost)}.")
-    points = _points(stitched, _of(rows, "part", "plain-vote"))
+    points = _differences(stitched, _accuracies_by_seed(rows, "part", "plain-vote"))
     if points:
-        found.append(_votes(points))
+        found.append(_compare_votes(points))
     return found
 
 
-def _votes(points: Sequence[float]) -> str:
+def _compare_votes(points: Sequence[float]) -> str:
     if not any(points):
         return "Weighted and plain voting come to the same accuracy with every seed."
-    spread = _sd(points)
+    spread = _standard_deviation(points)
     verb = "beats" if np.mean(points) > 0 else "does not beat"
     doubt = ", which is within the spread over seeds" if spread is not None and abs(np.mean(points)) <= spread else ""
-    return f"Weighted voting {verb} plain voting ({_told(points, '+.1f')} points{doubt})."
+    return f"Weighted voting {verb} plain voting ({_format_points(points, '+.1f')} points{doubt})."
 
 
-def _told(points: Sequence[float], kind: str = ".1f") -> str:
-    spread = _sd(points)
+def _format_points(points: Sequence[float], kind: str = ".1f") -> str:
+    spread = _standard_deviation(points)
     return f"{np.mean(points):{kind}}" + ("" if spread is None else f" ± {spread:.1f}")
 
 
-def _of(rows: Iterable[Row], column: str, value: str) -> Mapping[int, float]:
+def _accuracies_by_seed(rows: Iterable[Row], column: str, value: str) -> Mapping[int, float]:
     return {row.seed: 100 * row.accuracy for row in rows if getattr(row, column) == value}
 
 
-def _points(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
     return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
 
 
-def _line(each: Mapping[str, Any]) -> str:
+def _format_row(each: Mapping[str, Any]) -> str:
     down, up = (None if each[name] is None else each[name] / 1e3 for name in ("down_bytes", "up_bytes"))
     sd = None if each["sd"] is None else 100 * each["sd"]
     return (
-        f"{each['name']:34} {100 * each['accuracy']:5.1f} {_cell(sd, 5, 1)} {_cell(each['rounds'], 7)} "
-        f"{_cell(each['scored'], 7)} {_cell(each['task_s'], 8, 3)} {_cell(down, 8, 1)} {_cell(up, 8, 1)} "
+        f"{each['name']:34} {100 * each['accuracy']:5.1f} {_format_cell(sd, 5, 1)} {_format_cell(each['rounds'], 7)} "
+        f"{_format_cell(each['scored'], 7)} {_format_cell(each['task_s'], 8, 3)} {_format_cell(down, 8, 1)} "
+        f"{_format_cell(up, 8, 1)} "
         f"{each['wall_s']:7.1f}"
     )
 
 
-def _cell(value: float | None, width: int, digits: int = 0) -> str:
+def _format_cell(value: float | None, width: int, digits: int = 0) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
-def _count(group: Sequence[Mapping[str, Any]]) -> str:
+def _format_seed_count(group: Sequence[Mapping[str, Any]]) -> str:
     runs = max(each["runs"] for each in group)
     return f"{runs} seeds" if runs > 1 else "one seed"
 
 
-def _by_condition(found: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _group_by_condition(found: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for each in found:
         groups.setdefault(each["condition"], []).append(each)
@@ -131,5 +135,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _sd(values: Sequence[float]) -> float | None:
+def _standard_deviation(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) if len(values) > 1 else None

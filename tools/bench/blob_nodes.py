@@ -1,4 +1,4 @@
-"""Processes of `fedquilt bench blobs`: one serves a blob by one of the ways, each other one pulls it.
+"""Serving and pulling processes of `fedquilt bench blobs`.
 
 An agent is a process with the daemon's own imports and the transfer code it uses; the serving process has the
 coordinator's. What they hold beyond their idle size is their own peak (VmHWM after a reset).
@@ -40,7 +40,7 @@ TRY_S: Final = 0.01  # between TCP's attempts to connect again
 
 
 class LossyLink:
-    """A link that loses a share of the chunks it is given to send."""
+    """Link that drops a share of the published chunks."""
 
     def __init__(self, link: MqttLink, loss: float, seed: int) -> None:
         self._link, self._loss, self._roll = link, loss, random.Random(seed)
@@ -50,18 +50,16 @@ class LossyLink:
         return getattr(self._link, name)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish, but lose chunks with the given probability."""
         if topic.rpartition("/")[2].isdigit() and self._roll.random() < self._loss:
             self.lost += 1
         else:
             self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
 
-def _breaking(loss: float, lost: list[int]) -> Callable[..., None]:
-    """`send_file` whose connection ends with the given probability at each chunk; `lost[0]` counts these ends."""
+def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]:
     roll, send = random.Random(1), over_http.send_file
 
-    def sending(
+    def send_unreliably(
         sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
     ) -> None:
         while size:
@@ -72,14 +70,14 @@ def _breaking(loss: float, lost: list[int]) -> Callable[..., None]:
             send(sock, file, offset, piece, moved)
             offset, size = offset + piece, size - piece
 
-    return sending
+    return send_unreliably
 
 
 # -- one process ----------------------------------------------------------------------------------
 
 
-def serve(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
-    """Serve the blob as the coordinator does, until SIGTERM; then print what it took."""
+def serve_blob(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
+    """Serve the blob until SIGTERM, then print memory and processor time as JSON."""
     import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
     from fedquilt.coordinator import blob_server
     from fedquilt.coordinator.places import Places, Where
@@ -87,45 +85,42 @@ def serve(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
     depot, lost = Depot(Path(folder)), [0]
     if way == "tcp":
         return _serve_tcp(depot.verified_path(sha256) or "", float(loss))
-    link = MqttLink(Broker.parse(url), "bench-coordinator")
+    link = MqttLink(Broker.from_url(url), "bench-coordinator")
     lossy = LossyLink(link, float(loss), seed=1)
     if float(loss):
-        blob_server.send_file = _breaking(float(loss), lost)  # type: ignore[attr-defined]
+        blob_server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
     places = Places(Where("127.0.0.1:0" if way == "http" else None), depot, lambda device, sha: sha == sha256)
     transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
     for number in range(AGENTS):
-        places.said(_profile(f"agent-{number}"))
+        places.record_profile(_create_profile(f"agent-{number}"))
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
-    base = _begin(link, wire.Topics("bench").for_coordinator())
+    base = _connect_link(link, wire.Topics("bench").coordinator_filters())
     idle_s = time.process_time()
     print(json.dumps({"port": 0}), flush=True)
     while running:
-        due = _turn(link, transfers)
+        due = _process_messages(link, transfers)
         link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
     cpu_s = time.process_time() - idle_s
-    told = {"base": base, "peak": budget.peak_bytes(os.getpid()), "lost": lossy.lost + lost[0], "cpu_s": cpu_s}
+    told = {"base": base, "peak": budget.read_peak_bytes(os.getpid()), "lost": lossy.lost + lost[0], "cpu_s": cpu_s}
     print(json.dumps(told), flush=True)
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    """Send the file, from the byte that is asked for, to whoever connects.
-
-    SIGUSR1 makes the server go away for DOWN_S as a killed one does: it hangs up, and refuses connections.
-    """
+    # SIGUSR1 closes all connections and the listener for DOWN_S, like a killed server
     lost, socks = [0], list[socket.socket]()
-    send = _breaking(loss, lost) if loss else _send_whole
+    send = _create_unreliable_send(loss, lost) if loss else _send_rest
 
-    def give(sock: socket.socket) -> None:
+    def send_blob(sock: socket.socket) -> None:
         with suppress(OSError), sock, open(path, "rb") as file:
             start = int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "big")
             send(sock, file.fileno(), start, SIZE - start)
 
-    def take(listener: socket.socket) -> None:
+    def accept_connections(listener: socket.socket) -> None:
         with suppress(OSError):  # the listener was shut
             while True:
                 socks.append(listener.accept()[0])
-                threading.Thread(target=give, args=(socks[-1],), daemon=True).start()
+                threading.Thread(target=send_blob, args=(socks[-1],), daemon=True).start()
 
     signals = (signal.SIGTERM, signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # of the threads too
@@ -135,7 +130,7 @@ def _serve_tcp(path: str, loss: float) -> None:
             if not address[1]:
                 address = listener.getsockname()
                 print(json.dumps({"port": address[1]}), flush=True)
-            taking = threading.Thread(target=take, args=(listener,))
+            taking = threading.Thread(target=accept_connections, args=(listener,))
             taking.start()
             number = signal.sigwait(signals)
             listener.shutdown(socket.SHUT_RDWR)
@@ -150,40 +145,39 @@ def _serve_tcp(path: str, loss: float) -> None:
     print(json.dumps({"base": 0, "peak": 0, "lost": lost[0], "cpu_s": cpu_s}), flush=True)
 
 
-def _send_whole(sock: socket.socket, file: int, offset: int, size: int) -> None:
+def _send_rest(sock: socket.socket, file: int, offset: int, size: int) -> None:
     with open(file, "rb", closefd=False) as opened:
         sock.sendfile(opened, offset)
 
 
-def pull(url: str, folder: str, sha256: str, device: str, way: str, port: str) -> None:
-    """Pull the blob as an agent does, from when a line comes on standard input; print what it took."""
+def pull_blob(url: str, folder: str, sha256: str, device: str, way: str, port: str) -> None:
+    """Pull the blob after a line on standard input, then print memory and processor time as JSON."""
     import fedquilt.edge_agent.agent  # noqa: F401 - its imports are part of the base
 
     if way == "tcp":
         return _pull_tcp(int(port), Path(folder), sha256)
-    link = MqttLink(Broker.parse(url), f"bench-{device}")
+    link = MqttLink(Broker.from_url(url), f"bench-{device}")
     depot = Depot(Path(folder))
     transfers = Transfers(link, depot, wire.Topics("bench"), "up", lambda device, sha: False, carriers=Carriers())
-    base = _begin(link, wire.Topics("bench").for_device(device))
-    idle_s = _ready()
+    base = _connect_link(link, wire.Topics("bench").device_filters(device))
+    idle_s = _wait_for_start()
     began = time.monotonic()
-    transfers.want(device, BlobRef(sha256=sha256, size=SIZE))
+    transfers.request_blob(device, BlobRef(sha256=sha256, size=SIZE))
     done: list[tuple[str, str, str | None]] = []
     while not done and time.monotonic() < began + LIMIT_S:
-        due = _turn(link, transfers)
-        done = transfers.take_done()
+        due = _process_messages(link, transfers)
+        done = transfers.take_finished()
         if not done:
             link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
     error = done[0][2] if done else f"not finished after {LIMIT_S:g} s"
-    ended, cpu_s, peak = time.monotonic(), time.process_time() - idle_s, budget.peak_bytes(os.getpid())
+    ended, cpu_s, peak = time.monotonic(), time.process_time() - idle_s, budget.read_peak_bytes(os.getpid())
     print(json.dumps({"base": base, "peak": peak, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
     link.close()
 
 
 def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
-    """What has to be done in any case: receive, hash, write, wait for the disk, name; and go on where it broke off."""
     folder.mkdir(parents=True)
-    idle_s = _ready()
+    idle_s = _wait_for_start()
     buffer, digest, came = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
     with open(folder / "part", "wb", buffering=0) as file:
         while came < SIZE:
@@ -203,37 +197,36 @@ def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
     print(json.dumps({"base": 0, "peak": 0, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
 
 
-def _profile(device: str) -> Profile:
+def _create_profile(device: str) -> Profile:
     return Profile(
         device=device, board="b", memory_bytes=0, budget_bytes=0, engines=(), versions={}, carriers=("http",)
     )
 
 
-def _ready() -> float:
-    """Wait for the start; returns the processor time until then, in seconds."""
+def _wait_for_start() -> float:
     print("ready", flush=True)
     sys.stdin.readline()
     return time.process_time()
 
 
-def _begin(link: MqttLink, filters: Sequence[str]) -> int:
-    heap.keep_pieces()  # as the agent and the coordinator do
-    link.connect(timeout_s=10.0)
+def _connect_link(link: MqttLink, filters: Sequence[str]) -> int:
+    heap.keep_freed_memory()  # as the agent and the coordinator do
+    link.wait_until_connected(timeout_s=10.0)
     link.subscribe(filters)
     link.wait(0.2)
     budget.reset_peak(os.getpid())
     return budget.resident_bytes(os.getpid()) or 0
 
 
-def _turn(link: MqttLink, transfers: Transfers) -> float:
+def _process_messages(link: MqttLink, transfers: Transfers) -> float:
     messages: list[Message] = link.receive()
     for message in messages:
-        transfers.handle(wire.route(message.topic), message.payload, time.monotonic())
+        transfers.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())
     return transfers.step(time.monotonic())
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
+        serve_blob(*sys.argv[2:])
     else:
-        pull(*sys.argv[2:])
+        pull_blob(*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""`fedquilt bench blobs`: a 45 MB model to 10 agents, by HTTP and through Mosquitto, beside TCP.
+"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP.
 
 Beside TCP that hashes and stores the same bytes, by processes of the same kind that begin at the same moment; then all
 again with faults: 2 % of chunks are lost (over the broker) or end a connection (by HTTP and TCP), the broker is killed
@@ -30,7 +30,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent.task import budget
 from fedquilt.tools.bench.blob_nodes import AGENTS, DOWN_S, SIZE
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 
 LOSS: Final = 0.02
 TURNS: Final = 3  # of each way, one after another
@@ -40,7 +40,7 @@ Way = Literal["tcp", "http", "mqtt"]
 
 
 class Run(NamedTuple):
-    """Way of a run, and its faults."""
+    """A transfer method and its faults."""
 
     way: Way
     loss: float = 0.0
@@ -59,49 +59,49 @@ RUNS: Final = {  # the first is the yard-stick of all, and its time says when th
 
 
 def measure() -> dict[str, Any]:
-    """Run every way in turn.
+    """Run all transfer methods, TURNS times.
 
     Raises:
-        JobError: Mosquitto is not installed.
+        JobError: If Mosquitto is not installed.
     """
     mosquitto = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if mosquitto is None:
         raise JobError("this bench needs Mosquitto: apt install mosquitto")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        sha256 = Depot(home / "server").put(random.Random(0).randbytes(SIZE)).sha256
+        sha256 = Depot(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
         ran: dict[str, list[dict[str, Any]]] = {}
         for _ in range(TURNS):
             for name, run in RUNS.items():
                 dies_s = DIES * ran["tcp"][-1]["seconds"] if run.outage else None
-                ran.setdefault(name, []).append(_run(mosquitto, home, sha256, run, dies_s))
-        return _result(ran)
+                ran.setdefault(name, []).append(_measure_run(mosquitto, home, sha256, run, dies_s))
+        return _build_result(ran)
 
 
-def _run(mosquitto: str, home: Path, sha256: str, run: Run, dies_s: float | None) -> dict[str, Any]:
-    port = _free_port()
+def _measure_run(mosquitto: str, home: Path, sha256: str, run: Run, dies_s: float | None) -> dict[str, Any]:
+    port = _find_free_port()
     (home / "mosquitto.conf").write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\n")
     command = [mosquitto, "-c", str(home / "mosquitto.conf")]
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.bench.blob_nodes"]
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+    def start_node(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen([*node, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         return process
 
-    broker = _broker(command, port)
+    broker = _start_broker(command, port)
     broker_peak = 0
     try:
-        server = start("serve", url, str(home / "server"), sha256, run.way, str(run.loss))
-        served_at = str(json.loads(_line(server))["port"])
+        server = start_node("serve", url, str(home / "server"), sha256, run.way, str(run.loss))
+        served_at = str(json.loads(_read_line(server))["port"])
         agents = [
-            start("pull", url, str(home / f"agent-{number}"), sha256, f"agent-{number}", run.way, served_at)
+            start_node("pull", url, str(home / f"agent-{number}"), sha256, f"agent-{number}", run.way, served_at)
             for number in range(AGENTS)
         ]
         for agent in agents:
-            _line(agent)
+            _read_line(agent)
         began = time.monotonic()
         for agent in agents:
             assert agent.stdin is not None
@@ -112,17 +112,17 @@ def _run(mosquitto: str, home: Path, sha256: str, run: Run, dies_s: float | None
             if run.way == "tcp":
                 server.send_signal(signal.SIGUSR1)
             else:
-                broker_peak = budget.peak_bytes(broker.pid) or 0
+                broker_peak = budget.read_peak_bytes(broker.pid) or 0
                 broker.kill()
                 broker.wait()
                 time.sleep(DOWN_S)
-                broker = _broker(command, port)
-        pulled = [json.loads(_line(agent)) for agent in agents]
+                broker = _start_broker(command, port)
+        pulled = [json.loads(_read_line(agent)) for agent in agents]
         seconds = max(agent["ended"] for agent in pulled) - began  # of this machine's one monotonic clock
         brokers_s = sum(psutil.Process(broker.pid).cpu_times()[:2])
-        broker_peak = max(broker_peak, budget.peak_bytes(broker.pid) or 0)
+        broker_peak = max(broker_peak, budget.read_peak_bytes(broker.pid) or 0)
         server.terminate()
-        served = json.loads(_line(server))
+        served = json.loads(_read_line(server))
     finally:
         broker.kill()
         broker.wait()
@@ -135,14 +135,13 @@ def _run(mosquitto: str, home: Path, sha256: str, run: Run, dies_s: float | None
     return {"seconds": seconds, "cpu_s": cpu_s, "agents": pulled, "server": served, "broker_peak": broker_peak}
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-def _result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    def share(name: str, tcp: str = "tcp") -> float:
-        """Median over turns of TCP's time as a share of this way's."""
+def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def speed_ratio(name: str, tcp: str = "tcp") -> float:
         return statistics.median(
             bare["seconds"] / each["seconds"] for bare, each in zip(ran[tcp], ran[name], strict=True)
         )
@@ -158,34 +157,35 @@ def _result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "chunk_loss": LOSS,
         "chunks_lost": sum(each["server"]["lost"] for each in runs),
         "errors": errors,
-        "beside_undisturbed_tcp": {name: round(share(name), 2) for name in RUNS if name != "tcp"},
+        "beside_undisturbed_tcp": {name: round(speed_ratio(name), 2) for name in RUNS if name != "tcp"},
         "seconds": {name: [round(each["seconds"], 2) for each in several] for name, several in ran.items()},
         "processor_seconds": {name: [round(each["cpu_s"], 2) for each in several] for name, several in ran.items()},
         "agent_base_mb": round(max(agent["base"] for agent in agents) / 1e6, 1),
         "coordinator_base_mb": round(max(each["server"]["base"] for each in runs) / 1e6, 1),
         "figures": {
-            "agents_that_did_not_finish": figure(len(errors), 0, "agents"),
-            "http_beside_tcp": at_least(share("http"), 0.8, "of its speed"),
-            "mqtt_beside_tcp": at_least(share("mqtt"), 0.3, "of its speed"),
-            "http_with_faults_beside_tcp_with_breaks": at_least(
-                share("http_with_faults", "tcp_with_breaks"), 0.8, "of its speed"
+            "agents_that_did_not_finish": compare_at_most(len(errors), 0, "agents"),
+            "http_beside_tcp": compare_at_least(speed_ratio("http"), 0.8, "of its speed"),
+            "mqtt_beside_tcp": compare_at_least(speed_ratio("mqtt"), 0.3, "of its speed"),
+            "http_with_faults_beside_tcp_with_breaks": compare_at_least(
+                speed_ratio("http_with_faults", "tcp_with_breaks"), 0.8, "of its speed"
             ),
-            "mqtt_with_faults_beside_tcp_with_faults": at_least(
-                share("mqtt_with_faults", "tcp_with_faults"), 0.3, "of its speed"
+            "mqtt_with_faults_beside_tcp_with_faults": compare_at_least(
+                speed_ratio("mqtt_with_faults", "tcp_with_faults"), 0.3, "of its speed"
             ),
-            "agent_peak_above_idle": figure(max(agent["peak"] - agent["base"] for agent in agents) / 1e6, 12, "MB"),
-            "coordinator_peak_above_base": figure(
+            "agent_peak_above_idle": compare_at_most(
+                max(agent["peak"] - agent["base"] for agent in agents) / 1e6, 12, "MB"
+            ),
+            "coordinator_peak_above_base": compare_at_most(
                 max(each["server"]["peak"] - each["server"]["base"] for each in runs) / 1e6, 40, "MB"
             ),
-            "broker_peak": figure(max(each["broker_peak"] for each in runs) / 1e6, 100, "MB"),
+            "broker_peak": compare_at_most(max(each["broker_peak"] for each in runs) / 1e6, 100, "MB"),
         },
     }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     return [
-        *figure_lines(result),
+        *format_figures(result),
         f"    {result['agents']} x {result['bytes'] / 1e6:g} MB; {result['chunks_lost']} chunks lost, or connections",
         *(
             f"    {name.replace('_', ' ')}: {' '.join(map(str, took))} s, of processors "
@@ -198,7 +198,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _broker(command: list[str], port: int) -> subprocess.Popen[bytes]:
+def _start_broker(command: list[str], port: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit_s = time.monotonic() + 10
     while time.monotonic() < limit_s:
@@ -211,7 +211,7 @@ def _broker(command: list[str], port: int) -> subprocess.Popen[bytes]:
     raise LinkError("mosquitto did not start")
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

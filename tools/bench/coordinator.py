@@ -1,4 +1,7 @@
-"""`fedquilt bench coordinator`: what an answer costs a coordinator, and what a round of many boards takes.
+"""Benchmark of a coordinator: processor time of an update, and duration of a round.
+
+A real Mosquitto and a `fedquilt serve` run with many light devices (`protocol_boards`), which do not train. The
+baseline is a loop in the same run that decodes the message of an update and hashes, folds and writes its blob.
 
 A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
 own, which speak the protocol and train nothing. Beside it stands the bare cost of an answer in the same run: its
@@ -28,7 +31,7 @@ import psutil
 from fedquilt import bundle, methods, tensors, wire
 from fedquilt.coordinator import facts, settings
 from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.preflight import create_initial_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
@@ -37,7 +40,7 @@ from fedquilt.disk import REAL
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.bench.protocol_boards import EXAMPLES, FLEET
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 
@@ -55,7 +58,7 @@ JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
 
 
 class Sample(NamedTuple):
-    """Resources that the processes have used when a round ended."""
+    """Resources used by the processes at the end of a round."""
 
     round: int
     at_s: float
@@ -66,43 +69,43 @@ class Sample(NamedTuple):
 
 
 def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0) -> dict[str, Any]:
-    """Run a job with each number of boards, all of which answer in each round.
+    """Run a job with each number of devices.
 
     Args:
-        agents: numbers of boards.
-        rounds: number of rounds, of which the first is not counted: boards are met and the model is new.
-        after: rounds that the log of another run of the first of these fleets holds before it begins.
+        agents: Numbers of devices.
+        rounds: Number of rounds. The first is not counted, because it includes connection and model transfer.
+        after: Rounds already in the event log at the start of an additional run of the first fleet.
 
     Raises:
-        JobError: Mosquitto is not installed, or this process may not open as many files.
-        LinkError: a process did not start, or a round took too long.
+        JobError: If Mosquitto is not installed, or the limit of open files is too low.
+        LinkError: If a process did not start, or a round took too long.
     """
-    mosquitto = program()
-    _allow_files(max(agents) + SPARE_FILES)
-    bare_ms = _bare_ms()
-    fleets = {str(count): _fleet(mosquitto, count, rounds, 0, bare_ms) for count in agents}
+    mosquitto = find_mosquitto()
+    _raise_file_limit(max(agents) + SPARE_FILES)
+    bare_ms = _measure_bare_ms()
+    fleets = {str(count): _measure_fleet(mosquitto, count, rounds, 0, bare_ms) for count in agents}
     figures: dict[str, Any] = {}
     for count, each in fleets.items():
-        figures[f"processor_time_of_an_answer_of_{count}"] = figure(each["answer_ms"], MOST_MS, "ms")
+        figures[f"processor_time_of_an_answer_of_{count}"] = compare_at_most(each["answer_ms"], MOST_MS, "ms")
         if int(count) <= JUDGED:  # a larger fleet's figure is reported without a limit
-            figures[f"round_of_{count}"] = figure(each["round_s"], MOST_ROUND_S, "s")
-        figures[f"resident_with_{count}"] = figure(each["resident_mb"], MOST_MB, "MB")
+            figures[f"round_of_{count}"] = compare_at_most(each["round_s"], MOST_ROUND_S, "s")
+        figures[f"resident_with_{count}"] = compare_at_most(each["resident_mb"], MOST_MB, "MB")
     result = {"bench": "coordinator", "bare_ms": round(bare_ms, 3), "fleets": fleets, "figures": figures}
     if after:
-        later = _fleet(mosquitto, agents[0], rounds, after, bare_ms)
+        later = _measure_fleet(mosquitto, agents[0], rounds, after, bare_ms)
         growth = later["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
         result["after"] = {"rounds": after, "growth": round(growth, 2), **later}
-        figures[f"an_answer_after_{after}_rounds_over_one_before"] = figure(growth, MOST_GROWTH, "times")
-        figures[f"opening_of_{after}_rounds"] = figure(later["opening_s"], MOST_OPENING_S, "s")
-        figures[f"resident_after_{after}_rounds"] = figure(later["resident_mb"], MOST_MB, "MB")
+        figures[f"an_answer_after_{after}_rounds_over_one_before"] = compare_at_most(growth, MOST_GROWTH, "times")
+        figures[f"opening_of_{after}_rounds"] = compare_at_most(later["opening_s"], MOST_OPENING_S, "s")
+        figures[f"resident_after_{after}_rounds"] = compare_at_most(later["resident_mb"], MOST_MB, "MB")
     return result
 
 
-def program() -> str:
-    """Path of Mosquitto.
+def find_mosquitto() -> str:
+    """Return the path of Mosquitto.
 
     Raises:
-        JobError: it is not installed.
+        JobError: If Mosquitto is not installed.
     """
     found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if found is None:
@@ -111,7 +114,6 @@ def program() -> str:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """Lines of text that show the result."""
     told = []
     after = result.get("after")
     for name, each in [*result["fleets"].items(), *([(f"after {after['rounds']} rounds", after)] if after else [])]:
@@ -126,24 +128,24 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"the log of {after['rounds']} rounds is open after {after['opening_s']} s; read from its first fact, as "
             f"without a snapshot, after {after['opening_without_snapshot_s']} s"
         )
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 # -- one fleet ------------------------------------------------------------------------------------
 
 
-def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, processes() as start:
+def _measure_fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, managed_processes() as start:
         home = Path(folder)
-        run = _queued(home, count, after, rounds)
-        opening_s, whole_s = _opening_s(home), _opening_s(home, snapshots=False)
-        port = free_port()
-        broker = start([mosquitto, "-c", configured(home, port)])
+        run = _queue_job(home, count, after, rounds)
+        opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
+        port = find_free_port()
+        broker = start([mosquitto, "-c", write_mosquitto_config(home, port)])
         url = f"mqtt://127.0.0.1:{port}"
-        watch = MqttLink(Broker.parse(url), "bench-watch")
-        watch.connect(timeout_s=10.0)
-        watch.subscribe([wire.Topics(FLEET).job(run)])
-        boards = [start([*BOARDS, url, str(first), str(size)], heard=True) for first, size in shares(count)]
+        watch = MqttLink(Broker.from_url(url), "bench-watch")
+        watch.wait_until_connected(timeout_s=10.0)
+        watch.subscribe([wire.Topics(FLEET).round_topic(run)])
+        boards = [start([*BOARDS, url, str(first), str(size)], heard=True) for first, size in split_devices(count)]
         for each in boards:
             assert each.stdout is not None
             if each.stdout.readline().strip() != b"ready":
@@ -151,35 +153,38 @@ def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) 
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = psutil.Process(start([*SERVE, *where]).pid)
         others = [psutil.Process(broker.pid)], [psutil.Process(each.pid) for each in boards]
-        samples = [Sample(after, time.monotonic(), 0.0, used_s(others[0]), used_s(others[1]), 0.0)]
+        samples = [Sample(after, time.monotonic(), 0.0, processor_time_s(others[0]), processor_time_s(others[1]), 0.0)]
         while samples[-1].round < after + rounds:
-            round = next_round(watch, samples[-1].round)
+            round = wait_for_next_round(watch, samples[-1].round)
             samples.append(
                 Sample(
                     round,
                     time.monotonic(),
-                    used_s([serving]),
-                    used_s(others[0]),
-                    used_s(others[1]),
+                    processor_time_s([serving]),
+                    processor_time_s(others[0]),
+                    processor_time_s(others[1]),
                     serving.memory_info().rss / 1e6,
                 )
             )
         watch.close()
-        return {"opening_s": opening_s, "opening_without_snapshot_s": whole_s, **_summed(samples, count, bare_ms)}
+        return {
+            "opening_s": opening_s,
+            "opening_without_snapshot_s": whole_s,
+            **_summarise_samples(samples, count, bare_ms),
+        }
 
 
-def configured(home: Path, port: int) -> str:
-    """Write the broker's settings, as `fedquilt broker config` has them; returns the file."""
+def write_mosquitto_config(home: Path, port: int) -> str:
+    """Write a mosquitto.conf with the limits of `fedquilt broker config`. Return its path."""
     (home / "mosquitto.conf").write_text(
-        f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user()}\n"
+        f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {current_user()}\n"
         f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
         f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
     )
     return str(home / "mosquitto.conf")
 
 
-def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, Any]:
-    """Figures of a fleet; the first round is not counted."""
+def _summarise_samples(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, Any]:
     counted = samples[1:]
     answers = count * (counted[-1].round - counted[0].round)
     costs = [
@@ -202,53 +207,52 @@ def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, 
     }
 
 
-def _queued(home: Path, count: int, after: int, rounds: int) -> str:
-    """Queue the job, with the log of so many rounds; returns the run's id."""
-    made = _model()
-    bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
-    job = _job(count, after + rounds + 1)
+def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
+    made = _encode_model()
+    bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
+    job = _create_job(count, after + rounds + 1)
     with Store(home / "runs") as store:
-        run = store.add(job, home / "bundle")
+        run = store.add_job(job, home / "bundle")
         if after:
             _write_log(store, run, job, count, after)
     return run
 
 
-def _job(count: int, rounds: int) -> Job:
+def _create_job(count: int, rounds: int) -> Job:
     cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
-    return settings.parse({"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": rounds, "cohort": cohort})
+    return settings.parse_job(
+        {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": rounds, "cohort": cohort}
+    )
 
 
 def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> None:
-    """Append the facts of so many rounds, as a coordinator appends them, and store what it keeps of them.
-
-    Every round ends in the same state here.
-    """
     method = methods.load(job.method)
-    state = store.depot.put(tensors.pack(first_state(job, bundle.load(store.job(run).bundle), method)))
+    state = store.depot.store_bytes(
+        tensors.pack_state(create_initial_state(job, bundle.load_bundle(store.find_job(run).bundle), method))
+    )
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
-    standing = Standing(facts.Rounds(Plan.of(job)))
+    standing = Standing(facts.Rounds(Plan.from_job(job)))
 
-    def append(fact: facts.AnyFact) -> None:
-        store.append(run, fact)
-        standing.apply_fact(fact, facts.apply(standing.rounds, fact, 0.0))
+    def append_event(fact: facts.AnyFact) -> None:
+        store.append_event(run, fact)
+        standing.apply_event(fact, facts.apply_event(standing.rounds, fact, 0.0))
 
-    with store.together():
-        append(facts.Started(state))
+    with store.batch_events():
+        append_event(facts.Started(state))
     for round in range(rounds):
-        with store.together():
+        with store.batch_events():
             if round == 0:
-                append(facts.Surveyed(0, devices))
-            append(facts.Asked(round, 0, devices))
+                append_event(facts.Surveyed(0, devices))
+            append_event(facts.Asked(round, 0, devices))
             for device in devices:
-                append(facts.Answered(round, _update(run, round, device, update, state.sha256), 0.5, 0.4))
-            append(facts.Closed(round))
-            append(facts.Committed(round, state, False, {"loss": 1.0}, took_s=1.0))
-        store.snapshots.keep(run, standing)
+                append_event(facts.Answered(round, _create_update(run, round, device, update, state.sha256), 0.5, 0.4))
+            append_event(facts.Closed(round))
+            append_event(facts.Committed(round, state, False, {"loss": 1.0}, took_s=1.0))
+        store.snapshots.save_if_due(run, standing)
 
 
-def _update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Update:
+def _create_update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Update:
     return Update(
         job=run,
         round=round,
@@ -263,11 +267,7 @@ def _update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Upda
     )
 
 
-def _opening_s(home: Path, snapshots: bool = True) -> float:
-    """Seconds until a process has the home open, and its run at the point that the log has reached.
-
-    `snapshots`: False: without any, as a home that an earlier version has written.
-    """
+def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -276,9 +276,9 @@ def _opening_s(home: Path, snapshots: bool = True) -> float:
         "from fedquilt.coordinator.store import Store\n"
         "begun = time.perf_counter()\n"
         "with Store(Path(sys.argv[1])) as store:\n"
-        "    row = store.jobs()[0]\n"
+        "    row = store.readable_jobs()[0]\n"
         "    job = Running(row, store, 0.0, methods.load(row.job.method))\n"
-        "    job.continue_from(job.opening()(), 0.0)\n"
+        "    job.continue_from(job.build_state_loader()(), 0.0)\n"
         "    print(time.perf_counter() - begun)\n"
     )
     copied = home / "opened"
@@ -291,8 +291,12 @@ def _opening_s(home: Path, snapshots: bool = True) -> float:
     return round(float(told), 3)
 
 
-def next_round(watch: MqttLink, before: int) -> int:
-    """Wait for the end of a round; returns the number of the round that follows."""
+def wait_for_next_round(watch: MqttLink, before: int) -> int:
+    """Wait for the end of a round and return the number of the next round.
+
+    Raises:
+        LinkError: If the round takes longer than LIMIT_S.
+    """
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         watch.wait(1.0)
@@ -302,20 +306,18 @@ def next_round(watch: MqttLink, before: int) -> int:
     raise LinkError(f"round {before} has not ended within {LIMIT_S:g} s")
 
 
-def used_s(processes: Sequence[psutil.Process]) -> float:
-    """Seconds of processor time of these processes so far."""
+def processor_time_s(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(each.cpu_times()[:2]) for each in processes)
 
 
 # -- the bare loop --------------------------------------------------------------------------------
 
 
-def _bare_ms() -> float:
-    """Milliseconds of processor time in which an answer is decoded, hashed, folded and written, and nothing else."""
-    method, model = methods.load("fedavg"), _model()
-    message = wire.encode(_update("bench", 0, "board-00000", _ref(model), _ref(b"").sha256))
+def _measure_bare_ms() -> float:
+    method, model = methods.load("fedavg"), _encode_model()
+    message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
     with tempfile.TemporaryDirectory() as folder:
-        made = bundle.write(Path(folder), {"network": NETWORK, "flops": 1000}, {"model": model})
+        made = bundle.write_bundle(Path(folder), {"network": NETWORK, "flops": 1000}, {"model": model})
         state = method.init(made, method.params(), 0)
         with (Path(folder) / "blobs.bin").open("wb") as out:
             total, begun = None, time.process_time()
@@ -323,18 +325,20 @@ def _bare_ms() -> float:
                 update = wire.decode(message, Update)
                 if hashlib.sha256(model).hexdigest() != update.bundles["model"].sha256:
                     raise JobError("the bare loop has hashed another blob")
-                given = Contribution(update.device, 0, update.weight, update.metrics, {"model": tensors.decode(model)})
+                given = Contribution(
+                    update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
+                )
                 total = method.fold(state, total, given)
                 out.write(model)
                 out.flush()
             return 1000 * (time.process_time() - begun) / BARE
 
 
-def _model() -> bytes:
-    return tensors.encode(numpy_engine.init(NETWORK, seed=0))
+def _encode_model() -> bytes:
+    return tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
 
 
-def _ref(payload: bytes) -> BlobRef:
+def _blob_ref(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
@@ -345,18 +349,18 @@ BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.bench.protocol_boards")
 
 
 @contextmanager
-def processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts processes that are killed at the end; `heard`: the caller reads what it prints."""
+def managed_processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Yield a function that starts a process. All processes are killed at the end."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: Sequence[str], heard: bool = False) -> subprocess.Popen[bytes]:
+    def start_process(command: Sequence[str], heard: bool = False) -> subprocess.Popen[bytes]:
         errors = None if command[0] == sys.executable else subprocess.DEVNULL  # Mosquitto prints all that it does
         out = subprocess.PIPE if heard else subprocess.DEVNULL
         started.append(subprocess.Popen(list(command), stdout=out, stderr=errors))
         return started[-1]
 
     try:
-        yield start
+        yield start_process
     finally:
         for process in started:
             process.kill()
@@ -364,13 +368,13 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def shares(count: int) -> list[tuple[int, int]]:
-    """(first board, number of boards) of each process."""
+def split_devices(count: int) -> list[tuple[int, int]]:
+    """Return the number of the first device and the number of devices, for each process."""
     each = -(-count // PROCESSES)
     return [(first, min(each, count - first)) for first in range(0, count, each)]
 
 
-def _allow_files(wanted: int) -> None:
+def _raise_file_limit(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -378,13 +382,12 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def user() -> str:
-    """Name of the user that the broker goes on as: one that is started by root would become "mosquitto"."""
+def current_user() -> str:
+    # a broker started by root would change to the user "mosquitto"
     return psutil.Process().username()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody has."""
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""`fedquilt bench cores`: how much faster a simulated fleet is on twice the cores, by the engine that is asked for.
+"""Benchmark of a simulated fleet on half of the cores and on all of them.
 
 One federation is run on half of the cores and on all of them, in turn: FedAvg, the CNN of `bench sim`, eight devices
 for each core in every round. The command and all that it starts (workers; with Ray its daemons too) may use these cores
@@ -23,7 +23,7 @@ import numpy as np
 from fedquilt import progress
 from fedquilt.core import JobError
 from fedquilt.tools.bench import sim
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation import ray_cluster
 
 EACH: Final = 8  # devices for each core in a round
@@ -41,25 +41,12 @@ def measure(
     images: int = IMAGES,
     rounds: int = ROUNDS,
     turns: int = TURNS,
-    show: Callable[[str, float, float], None] = progress.LINE.at,
+    show: Callable[[str, float, float], None] = progress.LINE.show_status,
 ) -> dict[str, Any]:
-    """Run the federation on half of the cores and on all of them, so many times.
-
-    Args:
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        cores: all of them, an even number; None: those that this process may use, less one where that is odd.
-        data: IDX images of 28x28, such as MNIST's `raw` folder; None: they are drawn.
-        images: of each device.
-        rounds: of a run; the first does not count.
-        turns: runs on each number of cores.
-        show: called again and again with the name of the present run, how many are done, and of how many.
-
-    Raises:
-        DataError: no such images, or too few.
-        JobError: no such engine, or a number of cores that cannot be halved or is not there.
-    """
-    carrier = ray_cluster.chosen(engine, os.environ)
-    cluster = carrier.startswith(ray_cluster.SCHEME) or (carrier == "ray" and bool(ray_cluster.running(os.environ)))
+    carrier = ray_cluster.choose_engine(engine, os.environ)
+    cluster = carrier.startswith(ray_cluster.SCHEME) or (
+        carrier == "ray" and bool(ray_cluster.find_ray_address(os.environ))
+    )
     here = sorted(os.sched_getaffinity(0))
     if cluster and cores is None:
         raise JobError(f"--engine {engine} names a cluster: say by --cores how many of its processors are to be used")
@@ -73,18 +60,18 @@ def measure(
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / work.name
-        sim.write_workload(work, data or _drawn(Path(scratch) / "drawn.npz", cohort * images), folder)
+        sim.write_workload(work, data or _draw_images(Path(scratch) / "drawn.npz", cohort * images), folder)
         taken = [(turn, each) for turn in range(turns) for each in contestants]
         for done, (turn, each) in enumerate(taken):
             tell = partial(show, f"turn {turn + 1} of {turns}: {each.title}", done, len(taken))
-            runs[each.name].append(sim.run(each, folder, work, tell))
+            runs[each.name].append(sim.run_contestant(each, folder, work, tell))
     ours = [run for name in ("half", "whole") for run in runs[name]]
     ratios = _ratios(runs, "half", "whole")
     return {
         "engine": carrier,
         "cores": most,
         "load": load,
-        "runs": sim.summary(runs, contestants),
+        "runs": sim.summarise_runs(runs, contestants),
         "coordinator_ms": {
             name: 1e3 * statistics.median(run["coordinator_s"] for run in runs[name]) / (cohort * (rounds - 1))
             for name in ("half", "whole")
@@ -92,14 +79,13 @@ def measure(
         "ratios": ratios,
         "bare_ratios": [] if cluster else _ratios(runs, "bare_half", "bare_whole"),
         "figures": {
-            "on_twice_the_cores": at_least(statistics.median(ratios), WANTED, "x"),
-            "runs_with_other_bits": figure(sum(run["sha256"] != ours[0]["sha256"] for run in ours), 0, ""),
+            "on_twice_the_cores": compare_at_least(statistics.median(ratios), WANTED, "x"),
+            "runs_with_other_bits": compare_at_most(sum(run["sha256"] != ours[0]["sha256"] for run in ours), 0, ""),
         },
     }
 
 
 def _contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.Contestant]:
-    """Ours and the bare loop on each number of cores, the first ones of `here`; without any, ours alone."""
     ours, bare = ((sys.executable, str(sim.HERE / script)) for script in ("ours.py", "bare.py"))
     found = []
     for name, count in zip(("half", "whole"), counts, strict=True):
@@ -112,8 +98,7 @@ def _contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.C
     return found
 
 
-def _drawn(path: Path, count: int) -> Path:
-    """Images of noise in which a bright row tells the class, as an .npz file."""
+def _draw_images(path: Path, count: int) -> Path:
     draws = np.random.default_rng(sim.SEED)
     held: dict[str, np.ndarray] = {}
     for suffix, size in (("", count), ("_test", TESTED)):
@@ -126,12 +111,10 @@ def _drawn(path: Path, count: int) -> Path:
 
 
 def _ratios(runs: dict[str, list[dict[str, Any]]], half: str, whole: str) -> list[float]:
-    """How much faster the runs on all cores were, turn by turn."""
     return [b["rate"] / a["rate"] for a, b in zip(runs[half], runs[whole], strict=True)]
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For people."""
     shown = [f"engine {result['engine']}, load {result['load']:.1f} when it began"]
     shown.append(f"{'':24} client-rounds/s   start s   whole s   accuracy   coordinator's CPU ms a client-round")
     for name, each in result["runs"].items():
@@ -141,4 +124,4 @@ def lines(result: dict[str, Any]) -> list[str]:
     for title, ratios in (("ours", result["ratios"]), ("the bare loop", result["bare_ratios"])):
         if ratios:
             shown.append(f"  {title}, turn by turn: {', '.join(f'{each:.2f}' for each in ratios)} times")
-    return [*shown, *figure_lines(result)]
+    return [*shown, *format_figures(result)]

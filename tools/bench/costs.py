@@ -1,4 +1,4 @@
-"""`fedquilt bench costs`: predicted over measured time of tasks on this machine.
+"""Benchmark of predicted against measured time of tasks on this machine.
 
 The rates of `fedquilt.cost_model` are measured first, as `fedquilt record` measures them; then rounds of whole tasks
 of other networks are timed, and compared with what the method's own order predicts. Probes and tasks take turns. One
@@ -24,9 +24,9 @@ from fedquilt.core import BlobRef, Bundle, DeviceView, Examples, Method, Operati
 from fedquilt.methods import fedavg, fedsq, fedstitch
 from fedquilt.models.stitching import search
 from fedquilt.models.stitching.search_state import Params
-from fedquilt.tools.artefacts.prepare import prepare
+from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.board import probes
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.tools.simulation import Member, hands
 
 TURNS: Final = 9
@@ -65,13 +65,13 @@ def measure(turns: int = TURNS) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _measured(turns, Path(folder))
+            return _measure_turns(turns, Path(folder))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(turns: int, folder: Path) -> dict[str, Any]:
-    known, tried = probes.available(), cases(folder)
+def _measure_turns(turns: int, folder: Path) -> dict[str, Any]:
+    known, tried = probes.build_probes(), cases(folder)
     told = {workload: [Least() for _ in some] for workload, some in known.items()}
     took = {name: Least() for name in tried}
     for _ in range(turns):
@@ -88,14 +88,13 @@ def _measured(turns: int, folder: Path) -> dict[str, Any]:
         }
         for name, case in tried.items()
     }
-    figures = {name: figure(_off(each["processor"]), WITHIN, "x off") for name, each in found.items()}
+    figures = {name: compare_at_most(_off(each["processor"]), WITHIN, "x off") for name, each in found.items()}
     rates = {name: _table(each) for name, each in points["processor"].rates.items()}
     load = os.getloadavg()[0]
     return {"bench": "costs", "turns": turns, "load": load, "rates": rates, "seconds": found, "figures": figures}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result as text."""
     told = [f"least of {result['turns']} turns in one thread; {result['load']:.1f} processes ran on this machine"]
     for workload, rates in result["rates"].items():
         told.append(f"  {workload:12} " + ", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
@@ -107,23 +106,21 @@ def lines(result: dict[str, Any]) -> list[str]:
             for each in clocks.values()
         )
         told.append(f"  {name:28}{shown}")
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 def _predicted_s(work: Work, point: OperatingPoint) -> float:
-    seconds = cost_model.seconds(work, point)
+    seconds = cost_model.work_seconds(work, point)
     assert seconds is not None, "the rates of every workload here are measured"
     return seconds
 
 
 def _table(rates: Rates) -> dict[str, float]:
-    """The rates that are known, by name."""
     found = {name: getattr(rates, name) for name in rates.__struct_fields__}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _off(each: Mapping[str, float]) -> float:
-    """How many times too long or too short a prediction is: 1 or more."""
     ratio = each["predicted_s"] / each["measured_s"]
     return max(ratio, 1 / ratio)
 
@@ -132,7 +129,7 @@ def _point(
     clock: str, known: Mapping[str, Sequence[probes.Probe]], told: Mapping[str, Sequence[Least]]
 ) -> OperatingPoint:
     rates = {
-        workload: probes.rates(some, [least.seconds[clock] for least in told[workload]])
+        workload: probes.fit_rates(some, [least.seconds[clock] for least in told[workload]])
         for workload, some in known.items()
     }
     return OperatingPoint(name=clock, rates=rates)
@@ -142,7 +139,6 @@ def _point(
 
 
 def cases(folder: Path) -> dict[str, Case]:
-    """The tasks by name; files go into the folder."""
     mlp = {"name": "mlp", "inputs": 784, "hidden": [200], "classes": 10}
     cnn = {"name": "cnn", "channels": 1, "size": 28, "classes": 10, "input": {"channels": 1, "size": 28}}
     resnet = {"name": "resnet20-cifar", "classes": 10, "input": {"channels": 3, "size": 32}}
@@ -167,11 +163,11 @@ def _second_round_case(
     """Return a device's second round as predicted work and a call. FedSQ's cache is filled before."""
     from fedquilt.models.networks import layer_costs, registry, tensor_register
 
-    model, shape = registry.load(network, seed=0), registry.input_shape(network)
+    model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
     facts = {
         "network": network,
-        "layers": layer_costs.trace(model, shape),
+        "layers": layer_costs.trace_layer_costs(model, shape),
         "register": tensor_register.trace_register(model, shape),
     }
     made = Bundle(facts, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
@@ -182,15 +178,16 @@ def _second_round_case(
     order = method.send(method.init(made, params, 0), DeviceView("bench", None, (0,)))
     assert order is not None
     folder.mkdir(exist_ok=True, parents=True)
-    engine, member = probes.made(engine_name), Member("bench", own, Examples(own.x[:0], own.y[:0]))
-    task, site = hands.delivered(method, order, member, folder, engine=engine, cache=folder / "cache")
+    engine, member = probes.make_engine(engine_name), Member("bench", own, Examples(own.x[:0], own.y[:0]))
+    task, site = hands.make_task_and_context(method, order, member, folder, engine=engine, cache=folder / "cache")
     if method is fedsq.METHOD:
         method.work(task, site)
-    return Case(tasks.work_of(order, ("work",), engine_name).on(count), lambda: method.work(task, site))
+    return Case(
+        tasks.predict_work(order, ("work",), engine_name).total_for_examples(count), lambda: method.work(task, site)
+    )
 
 
 def _scoring(folder: Path) -> Case:
-    """A device's scoring of all of MobileNet's blocks for a path of its first one; it knows neither yet."""
     from fedquilt.tools.bench import stitch
 
     job = {
@@ -198,21 +195,24 @@ def _scoring(folder: Path) -> Case:
         "input": {"channels": 3, "size": 64, "mean": [0.5], "std": [0.25]},
         "donors": [{"name": "mobilenet", "network": {"name": "torchvision/mobilenet_v2"}, "seed": 1}],
     }
-    prepare(job, folder / "donor")
-    made, find = bundle.load(folder / "donor"), stitch.finder(folder / "donor", bundle.load(folder / "donor"))
+    prepare_bundle(job, folder / "donor")
+    made, find = (
+        bundle.load_bundle(folder / "donor"),
+        stitch.create_finder(folder / "donor", bundle.load_bundle(folder / "donor")),
+    )
     params = Params(samples=SCORED, fit_samples=SCORED, spread=False)
     state = fedstitch.METHOD.init(made, params, 0)
-    net = search.beginnings(state.stock)[0]
-    state = replace(state, phase="score", current=net, pool=search.offered(net, state.stock, params))
+    net = search.starting_networks(state.stock)[0]
+    state = replace(state, phase="score", current=net, pool=search.offered_blocks(net, state.stock, params))
     order = fedstitch.METHOD.send(state, DeviceView("bench", None))
     assert order is not None
-    shown = stitch.examples(2 * SCORED)
-    engine = probes.made("onnx")
+    shown = stitch.draw_examples(2 * SCORED)
+    engine = probes.make_engine("onnx")
     paths = {ref: find(name) for name, ref in made.files.items()}.__getitem__
     turns = iter(range(1 << 20))
 
     def run() -> None:
-        task, site = hands.delivered(
+        task, site = hands.make_task_and_context(
             fedstitch.METHOD,
             order,
             Member("bench", shown, shown),
@@ -224,4 +224,4 @@ def _scoring(folder: Path) -> Case:
         fedstitch.METHOD.work(task, site)
 
     run()  # sessions are kept
-    return Case(tasks.work_of(order, ("work",), "onnx").on(len(shown)), run)
+    return Case(tasks.predict_work(order, ("work",), "onnx").total_for_examples(len(shown)), run)

@@ -1,4 +1,4 @@
-"""`fedquilt bench deadlines`: how many tasks meet their deadline, and how long answers wait, by each rule for them.
+"""Benchmark of the rules for deadlines: tasks in time, and waiting of updates.
 
 Rounds are decided by the coordinator's own code on virtual time, and clocks by the boards' own governor;
 boards are simulated from their profiles. A board's times differ from its profile's by a factor of its own,
@@ -25,15 +25,15 @@ import msgspec
 
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.deadline import POLICIES, Ask
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Cost, OperatingPoint, Profile, Update, Usage, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.power import governor
-from fedquilt.edge_agent.power.learned import Learned, Seen, highest, taught
+from fedquilt.edge_agent.power.learned import Learned, Seen, highest_clocks, learn_segment
 from fedquilt.tools.bench import planned
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
 DEVICES, ASKED, ROUNDS, SEEDS = 40, 10, 30, (0, 1, 2)
@@ -51,7 +51,7 @@ class Board:
     """A simulated board and its governor."""
 
     def __init__(self, name: str, seed: int, policy: governor.Policy) -> None:
-        self.device = SimulatedDevice.named(f"{name}?noise={NOISE}&spread={SPREAD}&seed={seed}")
+        self.device = SimulatedDevice.from_name(f"{name}?noise={NOISE}&spread={SPREAD}&seed={seed}")
         self.profile = Profile(
             device=f"{name}-{seed}",
             board=name,
@@ -67,22 +67,26 @@ class Board:
     def work(self, work: Work, left_s: float) -> Cost:
         """Carry out a task, with so much time until its deadline."""
         points, idle_w = self.device.points, self.device.idle_w
-        point = governor.choose(self._rule, points, work, left_s, idle_w, self._learned)
-        held = self.device.hold(point or points[0])
-        begun, rest = work.part(LOOKED), work.part(1 - LOOKED)
-        first = self._seen(held, begun)
-        faster = governor.step_up(self._rule, points, first, rest, left_s - first.seconds, idle_w, self._learned)
+        point = governor.choose_point(self._rule, points, work, left_s, idle_w, self._learned)
+        held = self.device.pin_clocks(point or points[0])
+        begun, rest = work.scale(LOOKED), work.scale(1 - LOOKED)
+        first = self._observe_task(held, begun)
+        faster = governor.choose_faster_point(
+            self._rule, points, first, rest, left_s - first.seconds, idle_w, self._learned
+        )
         if faster is not None:
-            held = self.device.hold(faster)
-        second = self._seen(held, rest)
+            held = self.device.pin_clocks(faster)
+        second = self._observe_task(held, rest)
         joules = sum(each.seconds * (each.point.busy_w or 0.0) for each in (first, second))
         took = Cost(duration_s=first.seconds + second.seconds, energy_j=joules, point=held.name)
-        self.device.cost(work, took)  # now it is over
-        self._learned = taught(taught(self._learned, first), second)
+        self.device.task_cost(work, took)  # now it is over
+        self._learned = learn_segment(learn_segment(self._learned, first), second)
         return took
 
-    def _seen(self, held: OperatingPoint, work: Work) -> Seen:
-        return Seen(held, work, self.device.cost(work, NOTHING).duration_s, held.busy_w, highest(self.device.points))
+    def _observe_task(self, held: OperatingPoint, work: Work) -> Seen:
+        return Seen(
+            held, work, self.device.task_cost(work, NOTHING).duration_s, held.busy_w, highest_clocks(self.device.points)
+        )
 
 
 @dataclass
@@ -99,23 +103,19 @@ class Tally:
 
 @dataclass
 class Round:
-    """The running one."""
-
     began_s: float = 0.0
     limit_s: float = 0.0
     came_s: list[float] = field(default_factory=list)
 
 
 def works(seed: int, count: int) -> list[Work]:
-    """Each round's work: between half and one and a half times the middling one."""
-    devices = [SimulatedDevice.named(name) for name in BOARDS]
+    devices = [SimulatedDevice.from_name(name) for name in BOARDS]
     slowest = min(max(point.flops_per_s or 0.0 for point in device.points) for device in devices)
     roll = random.Random(f"work {seed}")
     return [Work(flops=slowest * LONGEST_S * roll.uniform(0.5, 1.5)) for _ in range(count)]
 
 
 def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> Tally:
-    """One job of so many rounds."""
     every = works(seed, count)
     boards = {
         f"{name}-{index:02d}": Board(name, 1000 * seed + index, policy)
@@ -123,7 +123,7 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
     }
     roll, tally, current = random.Random(f"fetch {seed}"), Tally(), Round()
     plan = Plan(seed, count, msgspec.convert({"size": ASKED, "deadline": rule}, Cohort), 0)
-    state = apply(Rounds(plan), Started(STATE), 0.0)
+    state = apply_event(Rounds(plan), Started(STATE), 0.0)
     now_s = 0.0
     under_way: dict[str, tuple[float, Cost]] = {}  # device -> when it will answer, what its task takes
 
@@ -131,19 +131,19 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
         return Ask(every[state.round], boards[device].profile)
 
     while state.phase != "done":
-        fact: AnyFact | None = rounds.decide(state, now_s, boards, ask)
+        fact: AnyFact | None = rounds.decide_event(state, now_s, boards, ask)
         if state.phase == "closing":
             fact = Committed(state.round, STATE, False, {})
         if fact is None:
             device = min(under_way, key=lambda each: under_way[each][0])
             at_s, cost = under_way[device]
-            now_s = min(at_s, max(rounds.next_s(state), now_s))
+            now_s = min(at_s, max(rounds.next_decision_s(state), now_s))
             if now_s < at_s:
                 continue
             del under_way[device]
-            fact = state.answered_by(_update(device, state.round, cost), now_s, ask(device))
+            fact = state.acceptance_event(_update(device, state.round, cost), now_s, ask(device))
         began = state.phase == "selecting"
-        state = apply(state, fact, now_s)
+        state = apply_event(state, fact, now_s)
         match fact:
             case Asked():
                 if began:
@@ -183,7 +183,6 @@ def _update(device: str, round: int, cost: Cost) -> Update:
 
 
 def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]:
-    """All rules with all governors, over all seeds; and training by the rules, likewise."""
     table = [
         {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed, count) for seed in seeds], count)}
         for policy in GOVERNORS
@@ -193,18 +192,18 @@ def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]
     figures = {}
     for policy in GOVERNORS:
         hits = of[policy, "predicted"]["in_time_percent"]
-        figures[f"tasks in time, predicted, governor {policy}"] = at_least(hits, 95, "%")
+        figures[f"tasks in time, predicted, governor {policy}"] = compare_at_least(hits, 95, "%")
     waits = {key: row["waiting_s"] for key, row in of.items()}
     waited = waits["paper", "predicted"] / waits["paper", "paper"]
-    figures["waiting, predicted over paper, governor paper"] = figure(waited, 1, "x")
-    ours = _over(of["energy", "predicted"], of["paper", "paper"])
+    figures["waiting, predicted over paper, governor paper"] = compare_at_most(waited, 1, "x")
+    ours = _ratios_to(of["energy", "predicted"], of["paper", "paper"])
     for name, unit in (("joules", "joules a round"), ("round_s", "seconds a round")):
-        figures[f"{unit}, predicted and energy over paper's both"] = figure(ours[name], 1, "x")
+        figures[f"{unit}, predicted and energy over paper's both"] = compare_at_most(ours[name], 1, "x")
     same = {policy: round(waits[policy, "predicted"] / waits[policy, "paper"], 3) for policy in GOVERNORS}
     training = planned.measure(seeds, count)
     return {
         "bench": "deadlines",
-        "boards": {name: SimulatedDevice.named(name).provenance for name in BOARDS},
+        "boards": {name: SimulatedDevice.from_name(name).provenance for name in BOARDS},
         "devices": DEVICES,
         "asked": ASKED,
         "rounds": count,
@@ -219,8 +218,7 @@ def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]
     }
 
 
-def _over(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Waiting, joules and length of one row's rounds as shares of another's."""
+def _ratios_to(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     return {name: round(row[name] / other[name], 3) for name in ("waiting_s", "joules", "round_s")}
 
 
@@ -239,7 +237,6 @@ def _row(tallies: Sequence[Tally], count: int) -> dict[str, float]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     told = [
         f"{result['rounds']} rounds of {result['asked']} of {result['devices']} simulated boards, seeds "
         f"{', '.join(map(str, result['seeds']))}; times vary by {100 * result['noise']:.0f} %",
@@ -259,7 +256,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         "    the paper's boards slow down until the deadline, ours end early and wait at idle power, part of J/round",
     ]
     rests = ", ".join(f"{name} {kind}" for name, kind in result["boards"].items())
-    if dark := [name for name in result["boards"] if SimulatedDevice.named(name).idle_w is None]:
+    if dark := [name for name in result["boards"] if SimulatedDevice.from_name(name).idle_w is None]:
         told.append(f"    J/round without {', '.join(dark)}, of whose idle power nothing is known")
     told += ["", *planned.lines(result["training"]), ""]
-    return [*told, *figure_lines(result), f"    numbers of the profiles: {rests}"]
+    return [*told, *format_figures(result), f"    numbers of the profiles: {rests}"]

@@ -1,4 +1,15 @@
-"""`fedquilt bench energy`: joules of FedStitch rounds by policy of the boards' governor, on simulated boards.
+"""Benchmark of the governor's policies: energy of FedStitch rounds on simulated boards.
+
+The same tasks run twice:
+  - as a federation on virtual time, once for each policy, with the coordinator's predicted deadlines. All policies must
+    select the same blocks.
+  - in the paper's condition: each round lasts as long as under `max`. Energy counts until the end of the round, idle
+    power included, and is compared with the minimum over all points of the profile.
+
+Then the governor runs on boards with physics unlike its own model (`governed`).
+
+Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
+of the profiles. A board without a known idle power has no energy and is in no sum.
 
 Twice, with the same tasks:
   - the federation: coordinator, agents and search as they are, on virtual time, once for each policy; deadlines
@@ -41,7 +52,7 @@ from fedquilt.models.stitching import stitched
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.bench import governed
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation import agents
 
 BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-nano")
@@ -53,7 +64,7 @@ PAPER: Final = {"CIFAR10": 32.3, "CIFAR100": 30.4, "CINIC10": 40.1}  # % less th
 
 
 class Laden:
-    """A simulated board for which every task is SCALE times what it says. Notes the tasks that end on it."""
+    """Simulated board that counts each task as SCALE times its work, and records finished tasks."""
 
     adjustable = holds = True
 
@@ -61,30 +72,27 @@ class Laden:
         self._inner = inner
         self.board, self.memory_bytes = inner.board, inner.memory_bytes
         self.idle_w, self.provenance = inner.idle_w, inner.provenance
-        self.points = tuple(_slowed(point) for point in inner.points)
+        self.points = tuple(_slow_down(point) for point in inner.points)
         self.tasks: list[Work] = []
 
-    def read(self, now_s: float) -> Reading:
-        """Empty: joules come from the profile alone."""
+    def read_sensors(self, now_s: float) -> Reading:
         return Reading()
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the simulated board at a point."""
-        return self._inner.hold(point)
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
+        return self._inner.pin_clocks(point)
 
-    def release(self) -> None:
-        """Release the simulated board."""
-        self._inner.release()
+    def unpin_clocks(self) -> None:
+        self._inner.unpin_clocks()
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """Cost of the work times SCALE on the simulated board; finished tasks are noted."""
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
+        """Return the cost of the work times SCALE. A cost with a duration also records the task."""
         if measured.duration_s > 0:
             self.tasks.append(work)
         heavy = Work(flops=work.flops * SCALE, read_bytes=work.read_bytes * SCALE)
-        return self._inner.cost(heavy, measured)
+        return self._inner.task_cost(heavy, measured)
 
 
-def _slowed(point: OperatingPoint) -> OperatingPoint:
+def _slow_down(point: OperatingPoint) -> OperatingPoint:
     numbers = {name: getattr(point, name) for name in ("flops_per_s", "bytes_per_s")}
     slower = {name: None if value is None else value / SCALE for name, value in numbers.items()}
     return msgspec.structs.replace(point, **slower)
@@ -95,7 +103,7 @@ def _slowed(point: OperatingPoint) -> OperatingPoint:
 
 @dataclass
 class Run:
-    """One job under one policy."""
+    """Results of one federation under one policy."""
 
     path: Sequence[str] = ()  # blocks of its network
     rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # round -> board -> what its task took
@@ -104,25 +112,25 @@ class Run:
     boards: dict[str, Laden] = field(default_factory=dict)
 
 
-def federate(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -> Run:
-    """The demo's federation with a smaller search and one board of each kind."""
-    job, run = jobs.load(demo.HERE / "job.toml"), Run()
+def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -> Run:
+    """Run the demo's job with a smaller search on one board of each kind."""
+    job, run = jobs.load_job(demo.HERE / "job.toml"), Run()
     cohort = msgspec.structs.replace(job.cohort, deadline="predicted", slack=0.1, deadline_s=1e6)
     boards = jobs.Fleet(devices=len(BOARDS), boards=BOARDS, budgets=("512MB",), policy=policy)
     job = msgspec.structs.replace(job, params=dict(search), cohort=cohort, fleet=boards)
     plan = agents.Plan(job, demo.HERE / "bundle", folder / policy)
 
-    def make(name: str) -> Device:
-        run.boards[name] = Laden(devices.make(name))
+    def create_device(name: str) -> Device:
+        run.boards[name] = Laden(devices.create_device(name))
         return run.boards[name]
 
     with contextlib.redirect_stdout(io.StringIO()):
-        name, status = agents.virtually(plan, make=make)
+        name, status = agents.run_fleet_virtually(plan, make=create_device)
     if status != "done":
         raise RuntimeError(f"the federation under {policy!r} ended as {status}")
     with Store(plan.home) as store:
-        run.path = [ids[-1] for ids in stitched.prefixes(export.artefact(store, name).meta["taps"])]
-        for _, _, fact in store.facts(name):
+        run.path = [ids[-1] for ids in stitched.path_prefixes(export.load_result(store, name).meta["taps"])]
+        for _, _, fact in store.read_events(name):
             if isinstance(fact, Asked):
                 run.deadlines_s[fact.round] = cohort.deadline_s if fact.deadline_s is None else fact.deadline_s
             elif isinstance(fact, Answered):
@@ -132,14 +140,14 @@ def federate(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -
     return run
 
 
-def priced(boards: Mapping[str, Laden]) -> dict[str, float]:
-    """Idle power in watts of each board that has one; of the others no joules are known while they wait."""
+def known_idle_w(boards: Mapping[str, Laden]) -> dict[str, float]:
+    """Return the idle power in watts of each board that has one."""
     return {name: board.idle_w for name, board in boards.items() if board.idle_w is not None}
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Result of a federation: joules until each round's deadline, as that is the same under every policy."""
-    idle_w = priced(run.boards)
+def summarise_run(run: Run) -> dict[str, Any]:
+    """Summarise a federation. Energy counts until each round's deadline."""
+    idle_w = known_idle_w(run.boards)
     joules = dict.fromkeys(idle_w, 0.0)
     in_time = tasks = 0
     for number, usages in run.rounds.items():
@@ -163,42 +171,43 @@ def summary(run: Run) -> dict[str, Any]:
 # -- the same tasks, each round as long as at the highest clocks -----------------------------------
 
 
-def race(board: Laden, work: Work) -> float:
-    """Seconds at the fastest point."""
-    times = [cost_model.seconds(work, point) for point in board.points]
+def fastest_s(board: Laden, work: Work) -> float:
+    """Return the seconds of the work at the fastest point."""
+    times = [cost_model.work_seconds(work, point) for point in board.points]
     return min(time for time in times if time is not None)
 
 
-def _racing(board: Laden, work: Work) -> OperatingPoint:
-    return min(board.points, key=lambda point: cost_model.seconds(work, point) or 1e9)
+def _fastest_point(board: Laden, work: Work) -> OperatingPoint:
+    return min(board.points, key=lambda point: cost_model.work_seconds(work, point) or 1e9)
 
 
-def _last(board: Laden, boards: Mapping[str, Laden], count: int) -> bool:
-    """Whether every round waits for this board."""
-    return all(race(board, board.tasks[i]) >= max(race(b, b.tasks[i]) for b in boards.values()) for i in range(count))
+def _is_always_last(board: Laden, boards: Mapping[str, Laden], count: int) -> bool:
+    return all(
+        fastest_s(board, board.tasks[i]) >= max(fastest_s(b, b.tasks[i]) for b in boards.values()) for i in range(count)
+    )
 
 
-def joules(board: Laden, point: OperatingPoint, work: Work, round_s: float) -> float:
-    """Until the round ends, idle included, of a board whose idle power is known."""
-    seconds = cost_model.seconds(work, point)
+def energy_until(board: Laden, point: OperatingPoint, work: Work, round_s: float) -> float:
+    """Return the energy in joules until the round ends, idle included."""
+    seconds = cost_model.work_seconds(work, point)
     assert seconds is not None
     assert point.busy_w is not None
     assert board.idle_w is not None
     return point.busy_w * seconds + board.idle_w * max(round_s - seconds, 0.0)
 
 
-def cheapest(board: Laden, work: Work, round_s: float) -> float:
-    """The fewest joules there are in time, by trying every point."""
-    found = [p for p in board.points if p.busy_w is not None and (cost_model.seconds(work, p) or 1e9) <= round_s]
-    return min(joules(board, point, work, round_s) for point in found)
+def minimum_energy(board: Laden, work: Work, round_s: float) -> float:
+    """Return the least energy of all points that finish within the round."""
+    found = [p for p in board.points if p.busy_w is not None and (cost_model.work_seconds(work, p) or 1e9) <= round_s]
+    return min(energy_until(board, point, work, round_s) for point in found)
 
 
-def replay(boards: Mapping[str, Laden]) -> dict[str, Any]:
-    """Joules of each policy on each board, over all rounds, and how far they are above the cheapest.
+def replay_tasks(boards: Mapping[str, Laden]) -> dict[str, Any]:
+    """Compute the energy of each policy and board over all rounds, with the excess over the minimum.
 
-    Rounds wait for every board; joules are those of `priced` ones, and so is their sum.
+    Rounds wait for every board; joules are those of `known_idle_w` ones, and so is their sum.
     """
-    known = {name: boards[name] for name in priced(boards)}
+    known = {name: boards[name] for name in known_idle_w(boards)}
     rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in known}
     late = dict.fromkeys(POLICIES, 0)
     least = dict.fromkeys(known, 0.0)  # joules, were each round as long as anybody likes
@@ -206,22 +215,24 @@ def replay(boards: Mapping[str, Laden]) -> dict[str, Any]:
     count = min(len(board.tasks) for board in boards.values())
     total_s = 0.0
     for index in range(count):
-        round_s = max(race(board, board.tasks[index]) for board in boards.values())
+        round_s = max(fastest_s(board, board.tasks[index]) for board in boards.values())
         total_s += round_s
         for name, board in boards.items():
             work = board.tasks[index]
             for policy in POLICIES:
-                point = governor.choose(Rule(policy), board.points, work, round_s, board.idle_w) or board.points[0]
-                seconds = cost_model.seconds(work, point) or 0.0
+                point = (
+                    governor.choose_point(Rule(policy), board.points, work, round_s, board.idle_w) or board.points[0]
+                )
+                seconds = cost_model.work_seconds(work, point) or 0.0
                 late[policy] += seconds > round_s * (1 + 1e-9)
                 if name in known:
-                    rows[name][policy] += joules(board, point, work, round_s)
+                    rows[name][policy] += energy_until(board, point, work, round_s)
             if name not in known:
                 continue
-            rows[name]["cheapest"] += cheapest(board, work, round_s)
-            ample_s = max(cost_model.seconds(work, point) or 0.0 for point in board.points)
-            least[name] += cheapest(board, work, ample_s)
-            fastest[name] += joules(board, _racing(board, work), work, ample_s)
+            rows[name]["cheapest"] += minimum_energy(board, work, round_s)
+            ample_s = max(cost_model.work_seconds(work, point) or 0.0 for point in board.points)
+            least[name] += minimum_energy(board, work, ample_s)
+            fastest[name] += energy_until(board, _fastest_point(board, work), work, ample_s)
     rows["fleet"] = {key: sum(row[key] for row in rows.values()) for key in (*POLICIES, "cheapest")}
     return {
         "rounds": count,
@@ -235,17 +246,16 @@ def replay(boards: Mapping[str, Laden]) -> dict[str, Any]:
         "late": late,
         "racing_is_best": [name for name in known if fastest[name] <= least[name] * (1 + RACING)],
         "saved_with_ample_time_percent": {n: round(100 * (1 - least[n] / fastest[n]), 1) for n in known},
-        "no_time_to_spare": [name for name, board in boards.items() if _last(board, boards, count)],
+        "no_time_to_spare": [name for name, board in boards.items() if _is_always_last(board, boards, count)],
     }
 
 
 def measure() -> dict[str, Any]:
-    """Every policy's federation, and the same tasks in the paper's condition."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = {policy: federate(policy, Path(folder)) for policy in POLICIES}
+        runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards
-    again, told = replay(boards), {policy: summary(run) for policy, run in runs.items()}
-    learning = governed.on_every_law()
+    again, told = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
+    learning = governed.evaluate_laws()
     other = sum(run.path != runs["max"].path for run in runs.values())
     return {
         "bench": "energy",
@@ -258,25 +268,24 @@ def measure() -> dict[str, Any]:
         "paper_saved_percent": PAPER,
         "learning": learning,
         "figures": {
-            "policies_that_chose_other_blocks": figure(other, 0, "of 4"),
-            "energy_saved_against_max": at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
-            "energy_above_the_cheapest_there_is": figure(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
-            "tasks_in_time_under_energy": at_least(100 * told["energy"]["in_time"], 95.0, "%"),
-            **governed.figures(learning),
+            "policies_that_chose_other_blocks": compare_at_most(other, 0, "of 4"),
+            "energy_saved_against_max": compare_at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
+            "energy_above_the_cheapest_there_is": compare_at_most(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
+            "tasks_in_time_under_energy": compare_at_least(100 * told["energy"]["in_time"], 95.0, "%"),
+            **governed.build_figures(learning),
         },
     }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     again, boards = result["at_the_round_time_of_max"], result["boards"]
-    text = [*figure_lines(result), "", f"blocks chosen under every policy: {' > '.join(result['blocks'])}", ""]
+    text = [*format_figures(result), "", f"blocks chosen under every policy: {' > '.join(result['blocks'])}", ""]
     text.append(f"{again['rounds']} rounds of {again['round_s']} s, as long as `max` makes them; joules, idle included")
     text.append(f"{'':18} {'max':>9} {'board':>9} {'paper':>9} {'energy':>9} {'cheapest':>9} {'saved':>7}  profile")
     for name, row in again["joules"].items():
         numbers = " ".join(f"{row[key]:9.0f}" for key in ("max", "board", "paper", "energy", "cheapest"))
         saved = again["saved_percent"][name]["energy"]
-        text.append(f"{name:18} {numbers} {saved:6.1f}%  {_basis(boards.get(name))}".rstrip())
+        text.append(f"{name:18} {numbers} {saved:6.1f}%  {_format_provenance(boards.get(name))}".rstrip())
     for name in (name for name in boards if name not in again["joules"]):
         text.append(f"{name:18} waits at an idle power that its profile does not know: no joules, and not in the sum")
     figures = ", ".join(f"{name} {percent} %" for name, percent in result["paper_saved_percent"].items())
@@ -295,9 +304,9 @@ def lines(result: dict[str, Any]) -> list[str]:
         numbers = f"{each['fleet_j']:9.0f} {share:6.1f}% {each['round_s']:9.1f} {each['deadline_s']:9.1f}"
         text.append(f"{policy:18} {numbers} {100 * each['in_time']:7.0f}%")
     for law, found in result["learning"].items():
-        text += ["", *governed.lines(law, found)]
+        text += ["", *governed.format_rows(law, found)]
     return text
 
 
-def _basis(board: Mapping[str, Any] | None) -> str:
+def _format_provenance(board: Mapping[str, Any] | None) -> str:
     return "" if board is None else str(board["provenance"])

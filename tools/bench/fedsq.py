@@ -1,4 +1,4 @@
-"""`fedquilt bench fedsq`: what a client's round of FedSQ costs beside one of FedAvg on the same part.
+"""Benchmark of a client's round of FedSQ against FedAvg on the same part.
 
 Both train the same modules behind the same frozen part, with features kept and without: four ways, taken in
 turn within one run. Features are looked up before the clock starts. Processor time of this process counts, so
@@ -20,7 +20,7 @@ import numpy as np
 
 from fedquilt.core import BlobRef, Bundle, DeviceView, Examples
 from fedquilt.methods import fedsq
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.tools.simulation import Member, hands
 
 EXAMPLES: Final = 128  # of the client whose rounds are timed
@@ -49,7 +49,7 @@ def measure(examples: int = EXAMPLES, turns: int = TURNS) -> dict[str, Any]:
     engine = TorchEngine(1 << 40)
     cases = {name: _time_rounds(engine, *case, examples, turns) for name, case in CASES.items()}
     figures = {
-        f"{what}_{name}": figure(
+        f"{what}_{name}": compare_at_most(
             statistics.median(
                 sq / avg for sq, avg in zip(told[f"fedsq {cache}"], told[f"fedavg {cache}"], strict=True)
             ),
@@ -63,12 +63,11 @@ def measure(examples: int = EXAMPLES, turns: int = TURNS) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result as text."""
     told = [f"a client's round on {result['examples']} examples, median processor seconds of {result['turns']} turns"]
     for name, ways in result["seconds"].items():
         shown = ", ".join(f"{way} {statistics.median(seconds):.2f}" for way, seconds in ways.items())
         told.append(f"  {name}: {shown}")
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 def _time_rounds(
@@ -77,8 +76,8 @@ def _time_rounds(
     """Return the seconds of each turn's round, by method and cache."""
     from fedquilt.models.networks import registry, tensor_register
 
-    start = {name: value.numpy() for name, value in registry.load(network, seed=0).state_dict().items()}
-    facts = {"network": dict(network), "register": tensor_register.of_table(network)}
+    start = {name: value.numpy() for name, value in registry.load_network(network, seed=0).state_dict().items()}
+    facts = {"network": dict(network), "register": tensor_register.register_from_table(network)}
     bundle = Bundle(facts, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
     size = network["input"]["size"]
     draws = np.random.default_rng(0)
@@ -102,7 +101,7 @@ def _round(engine: Any, bundle: Bundle, member: Member, params: fedsq.Params, ca
     method = fedsq.METHOD
     order = method.send(method.init(bundle, params, 0), DeviceView(member.device, None))
     assert order is not None
-    task, site = hands.delivered(method, order, member, cache.parent, engine=engine, cache=cache)
+    task, site = hands.make_task_and_context(method, order, member, cache.parent, engine=engine, cache=cache)
     began_s = time.process_time()
     method.work(task, site)
     return time.process_time() - began_s

@@ -1,4 +1,4 @@
-"""`fedquilt bench footprint`: what is predicted of memory peaks, over what they are.
+"""Benchmark of predicted against measured memory peaks.
 
 Each network trains, in the agent's own task process (`fedquilt.edge_agent.task.main`) under method fedavg, in
 mini-batches of 1, 8 and 32, and its hungriest ONNX graph is run on as many images; every time in a fresh
@@ -27,7 +27,7 @@ from fedquilt import footprint, tensors, tiers
 from fedquilt.core import BlobRef, ModelError, Order, Profile, Work
 from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedavg import Params
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 SMALL, LARGE = (3, 32, 32), (3, 64, 64)  # images
@@ -62,8 +62,6 @@ SCORE = (sys.executable, "-m", "fedquilt.tools.bench.footprint")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A network as files, and what of it decides its memory."""
-
     name: str
     table: Mapping[str, Any]
     folder: Path
@@ -79,19 +77,17 @@ class Subject:
         return str(self.table["name"]).partition("/")[0]
 
     def training_bytes(self, examples: int) -> int:
-        """As an engine at work adds it to a process that has imported it, likewise below."""
         above = footprint.training_bytes(self.trained, examples, library=self.library)
         return footprint.FIRST_USE_BYTES["torch"] + above
 
     def least_bytes(self, examples: int) -> int:
-        """Of mini-batches of so many examples, whole, in the smallest pieces."""
-        piece_bytes = footprint.piece_bytes(self.trained, examples, 0)
+        piece_bytes = footprint.checkpoint_bytes(self.trained, examples, 0)
         above = footprint.training_bytes(self.trained, examples, library=self.library, piece_bytes=piece_bytes)
         return footprint.FIRST_USE_BYTES["torch"] + above
 
     def scoring_bytes(self, examples: int) -> int:
         """Predicted peak of scoring `examples` at once, with what onnxruntime loads at first use, in bytes."""
-        return footprint.FIRST_USE_BYTES["onnx"] + footprint.scoring_bytes(*self.graph_bytes, examples)
+        return footprint.FIRST_USE_BYTES["onnx"] + footprint.inference_bytes(*self.graph_bytes, examples)
 
 
 def measure(
@@ -111,28 +107,32 @@ def measure(
     least: dict[str, dict[str, int]] = {}
     for name in networks:
         with tempfile.TemporaryDirectory() as folder:
-            subject = made(name, Path(folder))
+            subject = build_subject(name, Path(folder))
             for batch in batches:
-                rows.append(_row("training", name, batch, subject.training_bytes(batch), _trained(subject, batch)))
+                rows.append(
+                    _row("training", name, batch, subject.training_bytes(batch), _measure_training_peak(subject, batch))
+                )
                 if batch > 1 and not subject.graph_bytes[1]:
                     continue  # a graph that does not say what an example takes is run on one at a time
-                rows.append(_row("scoring", name, batch, subject.scoring_bytes(batch), _scored(subject, batch)))
+                rows.append(
+                    _row("scoring", name, batch, subject.scoring_bytes(batch), _measure_scoring_peak(subject, batch))
+                )
             if name in tight:
-                stepped.append(_stepped(subject, max(batches), tight[name]))
+                stepped.append(_measure_small_budget(subject, max(batches), tight[name]))
             least[name] = {"torch": subject.training_bytes(1), "onnx": subject.scoring_bytes(1)}
     figures = {}
     for kind in ("training", "scoring"):
         ratios = [row["ratio"] for row in rows if row["work"] == kind]
-        figures[f"lowest_predicted_over_true_of_{kind}"] = at_least(min(ratios), LOWEST, "times")
-        figures[f"highest_predicted_over_true_of_{kind}"] = figure(max(ratios), HIGHEST, "times")
+        figures[f"lowest_predicted_over_true_of_{kind}"] = compare_at_least(min(ratios), LOWEST, "times")
+        figures[f"highest_predicted_over_true_of_{kind}"] = compare_at_most(max(ratios), HIGHEST, "times")
     for each in stepped:
-        figures[f"budget_used_by_{each['network']}_stepped_down"] = figure(each["used"], OVER, "times")
+        figures[f"budget_used_by_{each['network']}_stepped_down"] = compare_at_most(each["used"], OVER, "times")
     return {
         "bench": "footprint",
         "rows": rows,
         "stepped": stepped,
         "coverage": {
-            name: {engine: _covered(engine, peak) for engine, peak in of.items()} for name, of in least.items()
+            name: {engine: _device_coverage(engine, peak) for engine, peak in of.items()} for name, of in least.items()
         },
         "figures": figures,
     }
@@ -151,8 +151,7 @@ def _row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[
     return row
 
 
-def made(name: str, folder: Path) -> Subject:
-    """A network of NETWORKS with COUNT images in the folder."""
+def build_subject(name: str, folder: Path) -> Subject:
     import torch
 
     from fedquilt.models.networks import registry, tensor_register
@@ -161,7 +160,9 @@ def made(name: str, folder: Path) -> Subject:
     table, shape = NETWORKS[name]
     torch.manual_seed(0)
     model = registry.build(table)
-    (folder / "model").write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
+    (folder / "model").write_bytes(
+        tensors.encode_tensors({key: value.numpy() for key, value in model.state_dict().items()})
+    )
     draws = np.random.default_rng(0)
     image = {"channels": shape[0], "size": shape[1]} if len(shape) == 3 else {}
     stored = (*shape[1:], shape[0]) if image else shape
@@ -169,13 +170,13 @@ def made(name: str, folder: Path) -> Subject:
     np.savez(folder / "images.npz", x_train=x, y_train=np.arange(COUNT) % 10)
     architecture = str(table["name"]).partition("torchvision/")[2]
     whole = blocks.Block(name, 0, "start", model.eval(), shape, (10,), 0.0)
-    parts = blocks.split(model, name, shape, architecture=architecture) if architecture else [whole]
-    graphs = [graph for part in parts for stage in blocks.export(part) for graph in stage]
+    parts = blocks.split_donor(model, name, shape, architecture=architecture) if architecture else [whole]
+    graphs = [graph for part in parts for stage in blocks.export_block(part) for graph in stage]
     hungriest = max(graphs, key=lambda graph: graph.weight_bytes + max(BATCHES) * graph.activation_bytes)
     (folder / "graph.onnx").write_bytes(hungriest.graph)
     if hungriest.data is not None:
         (folder / hashlib.sha256(hungriest.data).hexdigest()).write_bytes(hungriest.data)
-    trained, _ = footprint.weigh(model, torch.zeros(2, *shape))
+    trained, _ = footprint.measure_training(model, torch.zeros(2, *shape))
     return Subject(
         name,
         {**table, "input": image},
@@ -195,14 +196,12 @@ def _input_shape(graph: bytes) -> tuple[int, ...]:
     return tuple(dim.dim_value for dim in dims[1:])
 
 
-def _trained(subject: Subject, batch: int) -> int:
-    """The peak of a few steps in one mini-batch each, with all the memory they want."""
+def _measure_training_peak(subject: Subject, batch: int) -> int:
     peak, base = train(subject, batch, PLENTY_BYTES)
     return peak - base
 
 
-def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
-    """Mini-batches under a budget that was made for fewer examples at once."""
+def _measure_small_budget(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
     least = subject.least_bytes(batch) if subject.coupled else subject.training_bytes(at_once)
     budget_bytes = budget.ASSUMED_BASE_BYTES["torch"] + least
     peak, _ = train(subject, batch, budget_bytes)
@@ -216,11 +215,6 @@ def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
 
 
 def train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
-    """Peak and base of some steps in a process of their own, as an agent has them done.
-
-    Raises:
-        ModelError: they do not fit, or this kernel does not tell peaks.
-    """
     with task_process(subject, STEPS * batch, budget_bytes) as process:
         outcome, _ = process.run_task(training(subject, batch), 0)
     if outcome.peak_bytes is None or outcome.base_bytes is None:
@@ -229,14 +223,12 @@ def train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
 
 
 def training(subject: Subject, batch: int, epochs: int = 1) -> Order:
-    """The order of training a subject in such mini-batches."""
     params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4, epochs=epochs)), "network": dict(subject.table)}
     return Order(params, {"model": BlobRef(sha256="0" * 64, size=1)})
 
 
 @contextmanager
 def task_process(subject: Subject, images: int, budget_bytes: int) -> Iterator[TaskProcess]:
-    """An agent's task process for a subject, on so many of its images."""
     data = {"path": str(subject.folder / "images.npz"), "limit": images}
     with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
         given = ("fedavg", "torch", budget_bytes, data, lambda name: subject.folder / name, Path(scratch))
@@ -244,11 +236,7 @@ def task_process(subject: Subject, images: int, budget_bytes: int) -> Iterator[T
             yield process
 
 
-def _scored(subject: Subject, batch: int) -> int:
-    """The peak of the graph run on so many images at once, twice, by an engine with room for one.
-
-    With more room it lays maps and weights out anew, and takes up to twice as much: that is its own choice.
-    """
+def _measure_scoring_peak(subject: Subject, batch: int) -> int:
     least = subject.scoring_bytes(1)
     command = [*SCORE, str(subject.graph), json.dumps([batch, *subject.graph_shape]), str(least)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -258,7 +246,6 @@ def _scored(subject: Subject, batch: int) -> int:
 
 
 def score(graph: Path, shape: Sequence[int], least_bytes: int) -> int:
-    """The peak of running a graph twice on inputs of this shape, (n, ...), in this process."""
     from fedquilt.edge_agent.engines import onnx_engine
 
     me = os.getpid()
@@ -268,13 +255,12 @@ def score(graph: Path, shape: Sequence[int], least_bytes: int) -> int:
     x = np.random.default_rng(0).random(shape, np.float32)
     for _ in range(2):
         engine.run(graph, x)
-    return (budget.peak_bytes(me) or 0) - base
+    return (budget.read_peak_bytes(me) or 0) - base
 
 
-def _covered(engine: str, peak_bytes: int) -> dict[str, float]:
-    """Which share of the paper's devices could do the work in its smallest steps."""
+def _device_coverage(engine: str, peak_bytes: int) -> dict[str, float]:
     able = {
-        name: tiers.fits(
+        name: tiers.fits_budget(
             _of_tier(name, engine), engine, Work(peak_bytes=peak_bytes - footprint.FIRST_USE_BYTES[engine])
         )
         for name in tiers.PAPER_SHARES
@@ -291,7 +277,6 @@ def _of_tier(name: str, engine: str) -> Profile:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     batches = sorted({row["batch"] for row in result["rows"]})
     told = ["predicted over true peak above the bare process (true peak in MB)"]
     told.append(f"{'':24}" + "".join(f"{f'x {batch}':>18}" for batch in batches))
@@ -306,7 +291,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     told.append("who could take part, of 30 / 30 / 30 / 10 % of devices with 1 / 2 / 4 / 8 GB for a task")
     for name, of in result["coverage"].items():
         told.append(f"    {name:14} training {of['torch']['share']:5.0%}   scoring {of['onnx']['share']:5.0%}")
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

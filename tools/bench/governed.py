@@ -1,4 +1,8 @@
-"""The governor on boards whose physics is not its model: a profile is recorded, then tasks are worked for.
+"""Evaluation of the governor on simulated boards with physics unlike its own model.
+
+A board's profile is recorded at twelve points with noise. Then the board runs tasks of one kind with deadlines between
+tight and ample, under the agent's power management on virtual time. Each policy runs the same tasks. The optimum is the
+cheapest point in time by the physics.
 
 The board is recorded as `fedquilt record` does it, at twelve points, with NOISE on all that is measured. Then it works
 for tasks of one kind, of unequal size, with deadlines between tight and ample, under the agent's own power management
@@ -25,7 +29,7 @@ from fedquilt.profiles import Board
 from fedquilt.tools.bench.physics import Engine, Physics
 from fedquilt.tools.bench.physics_tables import Tabled
 from fedquilt.tools.board import measure, record
-from fedquilt.tools.report.figures import figure
+from fedquilt.tools.report.figures import compare_at_most
 
 NOISE: Final = 0.05  # of each time and power that is measured, log-normal
 SIZES_S: Final = (20.0, 60.0)  # of a task at the fastest point
@@ -39,28 +43,22 @@ SEEDS, TASKS = tuple(range(20)), 20
 
 
 class Law(Protocol):
-    """Physics that judges the governor."""
-
     idle_w: float
 
-    def top(self) -> dict[str, float]:
-        """Highest clocks by axis, in hertz."""
+    def highest_clocks(self) -> dict[str, float]:
+        """Return the highest clocks by axis, in hertz."""
         ...
 
-    def seconds(self, work: Work, engine: Engine, clocks: Mapping[str, float | None]) -> float:
-        """Time of the work."""
+    def seconds(self, work: Work, engine: Engine, clocks: Mapping[str, float | None]) -> float: ...
+
+    def watts(self, work: Work, engine: Engine, clocks: Mapping[str, float | None]) -> float: ...
+
+    def governor_clocks(self, work: Work, engine: Engine) -> dict[str, float | None]:
+        """Return the clocks selected by the board's own governors for the work."""
         ...
 
-    def watts(self, work: Work, engine: Engine, clocks: Mapping[str, float | None]) -> float:
-        """Mean power of the board during the work."""
-        ...
-
-    def own_clocks(self, work: Work, engine: Engine) -> dict[str, float | None]:
-        """Clocks at which the board's own governor works for it."""
-        ...
-
-    def lists(self) -> dict[str, tuple[float, ...]]:
-        """Frequencies by axis, rising, in hertz."""
+    def clock_lists(self) -> dict[str, tuple[float, ...]]:
+        """Return the frequencies by axis, ascending, in hertz."""
         ...
 
 
@@ -77,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """One task: its work, the seconds allowed, and the factors of its time and power."""
+    """A task: its work, time limit, and factors of its time and power."""
 
     work: Work
     left_s: float
@@ -87,37 +85,37 @@ class Job:
 
 @dataclass
 class Tally:
-    """Outcome of the tasks of a case under one policy."""
+    """Energy and lateness of the tasks of a case under one policy."""
 
     joules: list[float] = field(default_factory=list)  # of each task until its deadline, idle included
     late: list[bool] = field(default_factory=list)  # and would not have been at the fastest point
     known: list[Learned] = field(default_factory=list)  # before each task
 
 
-def profile(law: Law, engine: Engine, roll: random.Random) -> Board:
-    """Record the board: arithmetic and traffic at the points that `fedquilt record` chooses."""
+def record_profile(law: Law, engine: Engine, roll: random.Random) -> Board:
+    """Record a profile with noise, at the points that `fedquilt record` selects."""
     arithmetic, traffic = Work(flops=1e11, read_bytes=1e7), Work(read_bytes=1e10)
 
-    def measured(value: float) -> float:
+    def add_noise(value: float) -> float:
         return value * roll.lognormvariate(0.0, NOISE)
 
     done = []
-    for point in measure.chosen(measure.candidates(law.lists())):
-        clocks = measure.clocks_of(point)
+    for point in measure.select_points(measure.candidate_points(law.clock_lists())):
+        clocks = measure.clocks_by_axis(point)
         seen = msgspec.structs.replace(
             point,
-            flops_per_s=measured(arithmetic.flops / law.seconds(arithmetic, engine, clocks)),
-            bytes_per_s=measured(traffic.read_bytes / law.seconds(traffic, engine, clocks)),
-            busy_w=measured(law.watts(arithmetic, engine, clocks)),
+            flops_per_s=add_noise(arithmetic.flops / law.seconds(arithmetic, engine, clocks)),
+            bytes_per_s=add_noise(traffic.read_bytes / law.seconds(traffic, engine, clocks)),
+            busy_w=add_noise(law.watts(arithmetic, engine, clocks)),
         )
         done.append(measure.Measured(seen, 10, 1.0))
     recording = measure.Recording(law.idle_w, tuple(done), (), "a simulated meter", 1.0)
     facts = record.Facts("simulated", 8 << 30, "Simulated physics, not a board.")
-    return record.profile(recording, facts, law.lists()).board
+    return record.build_profile(recording, facts, law.clock_lists()).board
 
 
 class Simulated:
-    """Board of a law, with a meter; it stands still unless `pass_` lets time pass."""
+    """Simulated board with a power meter. Its time passes only in `advance`."""
 
     board, memory_bytes, provenance, adjustable, holds = "simulated", 8 << 30, "measured", True, True
 
@@ -128,48 +126,42 @@ class Simulated:
         self._job: Job | None = None
         self._counted_j = 0.0
 
-    def load(self, job: Job | None) -> None:
-        """Begin a task, or end it."""
+    def set_job(self, job: Job | None) -> None:
         self._job = job
 
-    def clocks(self) -> dict[str, float | None]:
-        """Present clocks."""
+    def current_clocks(self) -> dict[str, float | None]:
         if self.held is not None:
-            return measure.clocks_of(self.held)
-        return self.case.law.own_clocks(self._job.work, self.case.engine) if self._job else {}
+            return measure.clocks_by_axis(self.held)
+        return self.case.law.governor_clocks(self._job.work, self.case.engine) if self._job else {}
 
-    def pass_(self, seconds: float) -> float:
-        """Let time pass; returns the share of the task that was done in it."""
+    def advance(self, seconds: float) -> float:
+        """Advance time and return the share of the task done meanwhile."""
         if self._job is None:
             self._counted_j += self.case.law.idle_w * seconds
             return 0.0
-        law, work, engine, clocks = self.case.law, self._job.work, self.case.engine, self.clocks()
+        law, work, engine, clocks = self.case.law, self._job.work, self.case.engine, self.current_clocks()
         self._counted_j += law.watts(work, engine, clocks) * self._job.draw * seconds
         return seconds / (law.seconds(work, engine, clocks) * self._job.slow)
 
-    def read(self, now_s: float) -> Reading:
-        """Joules of the whole board."""
+    def read_sensors(self, now_s: float) -> Reading:
         return Reading(energy_j=self._counted_j, energy_source="simulated")
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold a point."""
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         self.held = point
         return point
 
-    def release(self) -> None:
-        """Release the clocks."""
+    def unpin_clocks(self) -> None:
         self.held = None
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """The measured cost."""
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         return measured
 
 
-def jobs(case: Case, seed: int, count: int) -> list[Job]:
-    """Tasks of a case, the same for every policy."""
+def create_jobs(case: Case, seed: int, count: int) -> list[Job]:
+    """Create the tasks of a case, the same for every policy."""
     roll = random.Random(f"tasks {case.name} {seed}")
     unit = Work(flops=1e9, read_bytes=1e9 * case.bytes_per_flop)
-    unit_s, found = case.law.seconds(unit, case.engine, case.law.top()), []
+    unit_s, found = case.law.seconds(unit, case.engine, case.law.highest_clocks()), []
     for _ in range(count):
         fast_s = roll.uniform(*SIZES_S)
         work = Work(flops=unit.flops * fast_s / unit_s, read_bytes=unit.read_bytes * fast_s / unit_s)
@@ -178,75 +170,74 @@ def jobs(case: Case, seed: int, count: int) -> list[Job]:
     return found
 
 
-def spent(case: Case, job: Job, clocks: Mapping[str, float | None]) -> tuple[float, float]:
-    """Seconds of a task that stays at its clocks, and joules until its deadline."""
+def time_and_energy(case: Case, job: Job, clocks: Mapping[str, float | None]) -> tuple[float, float]:
+    """Return a task's seconds at fixed clocks, and its joules until the deadline."""
     seconds = case.law.seconds(job.work, case.engine, clocks) * job.slow
     watts = case.law.watts(job.work, case.engine, clocks) * job.draw
     return seconds, watts * seconds + case.law.idle_w * max(job.left_s - seconds, 0.0)
 
 
-def optimum(case: Case, points: Sequence[OperatingPoint], job: Job) -> float:
-    """Fewest joules of a task in time, at the point that the physics names; the errors of this task nobody knows."""
+def optimal_energy(case: Case, points: Sequence[OperatingPoint], job: Job) -> float:
+    """Return a task's joules at the best point in time. Errors of the task are unknown beforehand."""
 
-    def told(point: OperatingPoint) -> tuple[bool, float]:
-        clocks, plain = measure.clocks_of(point), Job(job.work, job.left_s, 1.0, 1.0)
-        seconds, joules = spent(case, plain, clocks)
+    def rank_point(point: OperatingPoint) -> tuple[bool, float]:
+        clocks, plain = measure.clocks_by_axis(point), Job(job.work, job.left_s, 1.0, 1.0)
+        seconds, joules = time_and_energy(case, plain, clocks)
         return seconds > job.left_s, joules
 
-    return spent(case, job, measure.clocks_of(min(points, key=told)))[1]
+    return time_and_energy(case, job, measure.clocks_by_axis(min(points, key=rank_point)))[1]
 
 
-def play(case: Case, policy: governor.Policy, seed: int, count: int, known: Board) -> Tally:
-    """Work for the tasks of a case under a policy."""
+def run_policy(case: Case, policy: governor.Policy, seed: int, count: int, known: Board) -> Tally:
     board, tally, state, now_s = Simulated(case, known), Tally(), Learned(), 0.0
     pacer = Pacer(board, governor.Rule(policy))
-    for job in jobs(case, seed, count):
+    for job in create_jobs(case, seed, count):
         tally.known.append(state)
-        began_s, before_j, done, told = now_s, board.read(now_s).energy_j or 0.0, 0.0, 0.0
-        pacer.begin(now_s)
-        board.load(job)
-        pacer.loaded(job.work, now_s + job.left_s, state, now_s)
+        began_s, before_j, done, told = now_s, board.read_sensors(now_s).energy_j or 0.0, 0.0, 0.0
+        pacer.start_task(now_s)
+        board.set_job(job)
+        pacer.start_work(job.work, now_s + job.left_s, state, now_s)
         while done < 1.0:
-            left_s = (1.0 - done) * case.law.seconds(job.work, case.engine, board.clocks()) * job.slow
+            left_s = (1.0 - done) * case.law.seconds(job.work, case.engine, board.current_clocks()) * job.slow
             step_s = min(STEP_S, left_s)
-            done = 1.0 if step_s == left_s else done + board.pass_(step_s)
+            done = 1.0 if step_s == left_s else done + board.advance(step_s)
             if done == 1.0:
-                board.pass_(step_s)
+                board.advance(step_s)
             now_s += step_s
-            pacer.sample(now_s)
+            pacer.read_due_sensors(now_s)
             if done < 1.0 and done >= told + TOLD:
                 told = done
-                pacer.progress(done, now_s)
-        state = pacer.end(job.work, now_s - began_s, now_s).learned
-        board.load(None)
+                pacer.report_progress(done, now_s)
+        state = pacer.end_task(job.work, now_s - began_s, now_s).learned
+        board.set_job(None)
         took_s = now_s - began_s
         rest_s = max(job.left_s - took_s, 0.0)
-        tally.joules.append((board.read(now_s).energy_j or 0.0) - before_j + case.law.idle_w * rest_s)
-        possible = spent(case, job, case.law.top())[0] <= job.left_s
+        tally.joules.append((board.read_sensors(now_s).energy_j or 0.0) - before_j + case.law.idle_w * rest_s)
+        possible = time_and_energy(case, job, case.law.highest_clocks())[0] <= job.left_s
         tally.late.append(took_s > job.left_s and possible)
-        board.pass_(rest_s)
+        board.advance(rest_s)
         now_s += rest_s
     return tally
 
 
-def stand(case: Case, policy: governor.Policy, seed: int, count: int) -> Tally:
-    """The same tasks at clocks that do not depend on what is known: the highest, or those of the board's governors."""
-    tally, top = Tally(), case.law.top()
-    for job in jobs(case, seed, count):
-        clocks = top if policy == "max" else case.law.own_clocks(job.work, case.engine)
-        seconds, joules = spent(case, job, clocks)
+def run_fixed_clocks(case: Case, policy: governor.Policy, seed: int, count: int) -> Tally:
+    """Run the tasks at the highest clocks (`max`), or at those of the board's own governors."""
+    tally, top = Tally(), case.law.highest_clocks()
+    for job in create_jobs(case, seed, count):
+        clocks = top if policy == "max" else case.law.governor_clocks(job.work, case.engine)
+        seconds, joules = time_and_energy(case, job, clocks)
         tally.joules.append(joules)
-        tally.late.append(seconds > job.left_s >= spent(case, job, top)[0])
+        tally.late.append(seconds > job.left_s >= time_and_energy(case, job, top)[0])
     return tally
 
 
-def errors(case: Case, points: Sequence[OperatingPoint], state: Learned, work: Work) -> tuple[float, float]:
-    """Mean relative errors of time and power, over the points that some deadline of ALLOWED lets a task run at."""
-    found = learned.estimates(state, points, work)
-    fast_s = case.law.seconds(work, case.engine, case.law.top())
+def estimation_errors(case: Case, points: Sequence[OperatingPoint], state: Learned, work: Work) -> tuple[float, float]:
+    """Return the mean relative errors of estimated time and power."""
+    found = learned.estimate_points(state, points, work)
+    fast_s = case.law.seconds(work, case.engine, case.law.highest_clocks())
     time, power = [], []
     for point, each in zip(points, found, strict=True):
-        clocks = measure.clocks_of(point)
+        clocks = measure.clocks_by_axis(point)
         true_s = case.law.seconds(work, case.engine, clocks)
         if each is None or each.watts is None or true_s > ALLOWED[1] * fast_s:
             continue
@@ -258,25 +249,27 @@ def errors(case: Case, points: Sequence[OperatingPoint], state: Learned, work: W
 LAWS: Final[Mapping[str, Law]] = {"voltage floor": Physics(), "voltage tables": Tabled()}
 
 
-def judge(
+def evaluate_case(
     case: Case, seeds: Sequence[int] = SEEDS, count: int = TASKS, policies: Sequence[governor.Policy] = POLICIES
 ) -> dict[str, Any]:
-    """One row of the table: joules over the optimum's, per cent, of the tasks after TRAINING; late tasks; errors."""
+    """Run a case under all policies. Return energy above the optimum, late tasks and errors."""
     joules = dict.fromkeys((*policies, "optimum"), 0.0)
     late = dict.fromkeys(policies, 0)
     time, power, first = [], [], 0
     for seed in seeds:
-        known = profile(case.law, case.recorded, random.Random(f"record {case.name} {seed}"))
-        points, tasks = known.operating_points(), jobs(case, seed, count)
-        joules["optimum"] += math.fsum(optimum(case, points, job) for job in tasks[TRAINING:])
+        known = record_profile(case.law, case.recorded, random.Random(f"record {case.name} {seed}"))
+        points, tasks = known.operating_points(), create_jobs(case, seed, count)
+        joules["optimum"] += math.fsum(optimal_energy(case, points, job) for job in tasks[TRAINING:])
         for policy in policies:
             still = policy in ("max", "board")
-            tally = stand(case, policy, seed, count) if still else play(case, policy, seed, count, known)
+            tally = (
+                run_fixed_clocks(case, policy, seed, count) if still else run_policy(case, policy, seed, count, known)
+            )
             joules[policy] += math.fsum(tally.joules[TRAINING:])
             late[policy] += sum(tally.late[FIRST:])
             if policy == "energy":
                 first += sum(tally.late[:FIRST])
-                each = errors(case, points, tally.known[TRAINING], tasks[TRAINING].work)
+                each = estimation_errors(case, points, tally.known[TRAINING], tasks[TRAINING].work)
                 time.append(each[0])
                 power.append(each[1])
     judged = len(seeds) * (count - FIRST)
@@ -293,8 +286,7 @@ def judge(
     }
 
 
-def cases(board: Law) -> list[Case]:
-    """Kinds of tasks: like what was recorded, waiting for memory, on the CPU, and on a GPU that was not recorded."""
+def create_cases(board: Law) -> list[Case]:
     return [
         Case("GPU, as recorded", board, "cuda", "cuda", 0.0005),
         Case("GPU, waits for memory", board, "cuda", "cuda", 0.1),
@@ -303,10 +295,10 @@ def cases(board: Law) -> list[Case]:
     ]
 
 
-def whole(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All kinds of tasks together, per cent: joules of `energy` above the optimum's, most late tasks, mean errors.
+def aggregate_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Aggregate the rows of one physics, in per cent.
 
-    `power_error_sure` is the standard error of the mean error of power, over seeds; None: of one seed nobody knows.
+    `power_error_sure` is the standard error of the mean error of power over seeds, or None for one seed.
     """
     ours, least = (math.fsum(row["joules"][name] for row in rows) for name in ("energy", "optimum"))
     seeds = [statistics.fmean(each) for each in zip(*(row["power_errors_percent"] for row in rows), strict=True)]
@@ -319,25 +311,22 @@ def whole(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def on_every_law(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
-    """All kinds of tasks on every physics: rows, and what they come to together."""
-    rows = {name: [judge(case, seeds) for case in cases(law)] for name, law in LAWS.items()}
-    return {name: {"rows": each, "whole": whole(each)} for name, each in rows.items()}
+def evaluate_laws(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    rows = {name: [evaluate_case(case, seeds) for case in create_cases(law)] for name, law in LAWS.items()}
+    return {name: {"rows": each, "whole": aggregate_rows(each)} for name, each in rows.items()}
 
 
-def figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Bars of each physics, none of which is the governor's own model."""
+def build_figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     bars = {"joules above the optimum": "above_optimum", "tasks late": "late", "time off": "time_error"}
     most = {"above_optimum": 3.0, "late": 2.0, "time_error": 10.0, "power_error": 6.0}
     return {
-        f"{name}, {law}": figure(each["whole"][key], most[key], "%")
+        f"{name}, {law}": compare_at_most(each["whole"][key], most[key], "%")
         for law, each in found.items()
         for name, key in {**bars, "power off": "power_error"}.items()
     }
 
 
-def lines(law: str, found: Mapping[str, Any]) -> list[str]:
-    """The rows of one physics for people."""
+def format_rows(law: str, found: Mapping[str, Any]) -> list[str]:
     rows, sure = found["rows"], found["whole"]["power_error_sure"]
     first = rows[0]
     text = [

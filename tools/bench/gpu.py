@@ -1,4 +1,4 @@
-"""`fedquilt bench gpu`: training on this machine's GPU beside a bare loop, and its memory beside what was predicted.
+"""Benchmark of training on this machine's GPU: rate against a plain loop, and memory.
 
 Each network is trained by the agent's own task process under method fedavg, in a short and a long task, so that what a
 task costs by itself cancels out in the rate. The bare loop takes as many mini-batches in this process with plain
@@ -19,7 +19,7 @@ import numpy as np
 
 from fedquilt.core import JobError
 from fedquilt.tools.bench import footprint
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 
 NETWORKS: Final = ("cnn", "resnet20", "mobilenet_v2")
 BATCH: Final = 32
@@ -45,7 +45,7 @@ def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: 
     rows, figures = [], {}
     for name in networks:
         with tempfile.TemporaryDirectory() as folder:
-            subject = footprint.made(name, Path(folder))
+            subject = footprint.build_subject(name, Path(folder))
             times = [(_task_s(subject), _bare_s(subject, device)) for _ in range(turns)]
             peak, base = footprint.train(subject, BATCH, footprint.PLENTY_BYTES)
         images = (LONG - SHORT) * footprint.COUNT
@@ -54,26 +54,24 @@ def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: 
         rows.append(
             {"network": name, "ours": ours, "bare": bare, "predicted_mb": foreseen / 1e6, "true_mb": seen / 1e6}
         )
-        figures[f"{name}_over_the_bare_loop"] = at_least(ours / bare, RATE, "times")
-        figures[f"{name}_predicted_over_true"] = at_least(foreseen / seen, LOWEST, "times")
-        figures[f"{name}_predicted_over_true_memory"] = figure(foreseen / seen, HIGHEST, "times")
+        figures[f"{name}_over_the_bare_loop"] = compare_at_least(ours / bare, RATE, "times")
+        figures[f"{name}_predicted_over_true"] = compare_at_least(foreseen / seen, LOWEST, "times")
+        figures[f"{name}_predicted_over_true_memory"] = compare_at_most(foreseen / seen, HIGHEST, "times")
     where = torch.cuda.get_device_name(0) if device == "cuda" else device
     return {"bench": "gpu", "device": where, "batch": BATCH, "rows": rows, "figures": figures}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result as text."""
     told = [f"{result['device']}, mini-batches of {result['batch']}: images a second, and MB above the bare process"]
     told.append(f"{'':16}{'ours':>10}{'bare loop':>12}{'predicted':>12}{'true':>10}")
     for row in result["rows"]:
         told.append(
             f"{row['network']:16}{row['ours']:10.0f}{row['bare']:12.0f}{row['predicted_mb']:12.1f}{row['true_mb']:10.1f}"
         )
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 def _task_s(subject: footprint.Subject) -> float:
-    """Seconds that a long task takes more than a short one, in one process."""
     with footprint.task_process(subject, footprint.COUNT, footprint.PLENTY_BYTES) as process:
         took = [
             process.run_task(footprint.training(subject, BATCH, epochs), number)[0].wall_s
@@ -83,7 +81,6 @@ def _task_s(subject: footprint.Subject) -> float:
 
 
 def _bare_s(subject: footprint.Subject, device: str) -> float:
-    """The same of a plain loop."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""`fedquilt bench idle`: what an agent and a coordinator hold resident while nothing happens."""
+"""Benchmark of the memory of an idle agent and an idle coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from fedquilt import wire
 from fedquilt.core import LinkError
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 
@@ -23,7 +23,7 @@ HEAVY = ("torch", "onnxruntime", "pandas")
 
 
 def measure() -> dict[str, Any]:
-    """Resident MB of an idle agent, an idle coordinator and a bare Python, and the agent's processor time."""
+    """Measure the resident memory of idle processes, and the agent's processor time."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker() as broker:
         home = Path(folder)
         settings = home / "agent.toml"
@@ -41,7 +41,7 @@ def measure() -> dict[str, Any]:
         }
         try:
             _wait_online(broker.url)
-            return _result({name: psutil.Process(process.pid) for name, process in started.items()})
+            return _build_result({name: psutil.Process(process.pid) for name, process in started.items()})
         finally:
             for process in started.values():
                 process.terminate()
@@ -50,11 +50,10 @@ def measure() -> dict[str, Any]:
 
 
 def _wait_online(url: str) -> None:
-    """Until both sides have said on the broker that they are there."""
     topics = wire.Topics("fleet")
-    link = MqttLink(Broker.parse(url), "bench-watch")
-    link.connect(timeout_s=10.0)
-    link.subscribe([topics.coord, topics.device("bench", "up", "presence")])
+    link = MqttLink(Broker.from_url(url), "bench-watch")
+    link.wait_until_connected(timeout_s=10.0)
+    link.subscribe([topics.coord, topics.device_topic("bench", "up", "presence")])
     seen: set[str] = set()
     limit_s = time.monotonic() + 30
     while len(seen) < 2:
@@ -65,7 +64,7 @@ def _wait_online(url: str) -> None:
     link.close()
 
 
-def _result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
+def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
     before = sum(processes["agent"].cpu_times()[:2])
     time.sleep(SETTLE_S)
     cpu = 100 * (sum(processes["agent"].cpu_times()[:2]) - before) / SETTLE_S
@@ -77,15 +76,14 @@ def _result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
         "resident_mb": {name: round(mb, 1) for name, mb in resident.items()},
         "ratio_to_bare_python": {n: round(mb / resident["python"], 2) for n, mb in resident.items() if n != "python"},
         "figures": {
-            "idle_agent_resident": figure(resident["agent"], 40, "MB"),
-            "idle_coordinator_resident": figure(resident["coordinator"], 60, "MB"),
-            "heavy_libraries_mapped": figure(heavy, 0, "libraries"),
-            "idle_agent_processor": figure(cpu, 1.0, "% of a core"),
+            "idle_agent_resident": compare_at_most(resident["agent"], 40, "MB"),
+            "idle_coordinator_resident": compare_at_most(resident["coordinator"], 60, "MB"),
+            "heavy_libraries_mapped": compare_at_most(heavy, 0, "libraries"),
+            "idle_agent_processor": compare_at_most(cpu, 1.0, "% of a core"),
         },
     }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     ratios = ", ".join(f"{name} {ratio}x" for name, ratio in result["ratio_to_bare_python"].items())
-    return [*figure_lines(result), f"    a bare Python holds {result['resident_mb']['python']} MB: {ratios}"]
+    return [*format_figures(result), f"    a bare Python holds {result['resident_mb']['python']} MB: {ratios}"]

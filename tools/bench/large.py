@@ -1,4 +1,4 @@
-"""`fedquilt bench large`: a round of large updates: memory, disk and pauses of a coordinator.
+"""Benchmark of a round of large updates: memory, disk and pauses of a coordinator.
 
 A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
 own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time, from before
@@ -31,8 +31,8 @@ from fedquilt.coordinator.worker import STORED_AT
 from fedquilt.core import Contribution, JobError, LinkError
 from fedquilt.tensor_register import Kind, register_of_kinds
 from fedquilt.tools.bench import coordinator as processes
-from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, weight
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, update_weight
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 
@@ -57,18 +57,20 @@ def measure(updates: int = UPDATES) -> dict[str, Any]:
         JobError: Mosquitto is not installed.
         LinkError: a process did not start, or a round took too long.
     """
-    mosquitto = processes.program()
-    model = tensors.encode(resnet50())
+    mosquitto = processes.find_mosquitto()
+    model = tensors.encode_tensors(resnet50())
     rounds = {name: _round(mosquitto, name, updates, model) for name in METHODS}
     fedavg, scaffold = (rounds[name] for name in METHODS)
     figures = {
-        "peak_with_fedavg": figure(fedavg["peak_mb"], MOST_MB, "MB"),
-        "longest_pause_with_fedavg": figure(fedavg["pause_s"], MOST_PAUSE_S, "s"),
-        "longest_pause_with_scaffold": figure(scaffold["pause_s"], MOST_PAUSE_S, "s"),
-        "peak_with_scaffold": figure(scaffold["peak_mb"], MOST_OVER_FEDAVG * MOST_MB, "MB"),
-        "peak_with_scaffold_over_fedavg": figure(scaffold["peak_mb"] / fedavg["peak_mb"], MOST_OVER_FEDAVG, "times"),
-        "on_the_disk_with_fedavg": figure(fedavg["disk_mb"], fedavg["most_disk_mb"], "MB"),
-        "on_the_disk_with_scaffold": figure(scaffold["disk_mb"], scaffold["most_disk_mb"], "MB"),
+        "peak_with_fedavg": compare_at_most(fedavg["peak_mb"], MOST_MB, "MB"),
+        "longest_pause_with_fedavg": compare_at_most(fedavg["pause_s"], MOST_PAUSE_S, "s"),
+        "longest_pause_with_scaffold": compare_at_most(scaffold["pause_s"], MOST_PAUSE_S, "s"),
+        "peak_with_scaffold": compare_at_most(scaffold["peak_mb"], MOST_OVER_FEDAVG * MOST_MB, "MB"),
+        "peak_with_scaffold_over_fedavg": compare_at_most(
+            scaffold["peak_mb"] / fedavg["peak_mb"], MOST_OVER_FEDAVG, "times"
+        ),
+        "on_the_disk_with_fedavg": compare_at_most(fedavg["disk_mb"], fedavg["most_disk_mb"], "MB"),
+        "on_the_disk_with_scaffold": compare_at_most(scaffold["disk_mb"], scaffold["most_disk_mb"], "MB"),
     }
     return {
         "bench": "large",
@@ -80,7 +82,6 @@ def measure(updates: int = UPDATES) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     told = [f"a round of {result['updates']} updates of {result['model_mb']} MB"]
     for name, each in result["rounds"].items():
         told.append(
@@ -93,7 +94,7 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{name}: {each['update_s']} s of processor time an update, {each['times_bare']} times the bare fold's "
             f"{each['bare_s']}; the round took {each['round_s']} s"
         )
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
@@ -126,31 +127,31 @@ def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
 
 
 def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, processes.processes() as start:
+    with tempfile.TemporaryDirectory() as folder, processes.managed_processes() as start:
         home = Path(folder)
         bare_s, most_disk_mb = _measure_bare_fold(home, method, model)
-        port = processes.free_port()
-        start([mosquitto, "-c", processes.configured(home, port)])
+        port = processes.find_free_port()
+        start([mosquitto, "-c", processes.write_mosquitto_config(home, port)])
         url = f"mqtt://127.0.0.1:{port}"
-        watch = MqttLink(Broker.parse(url), "bench-watch")
-        watch.connect(timeout_s=10.0)
-        for first, size in processes.shares(count):
+        watch = MqttLink(Broker.from_url(url), "bench-watch")
+        watch.wait_until_connected(timeout_s=10.0)
+        for first, size in processes.split_devices(count):
             boards = start([*processes.BOARDS, url, str(first), str(size)], heard=True)
             assert boards.stdout is not None
             if boards.stdout.readline().strip() != b"ready":
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = psutil.Process(start([*processes.SERVE, *where]).pid)
-        with _watched(url, home / "runs", serving.pid) as watched:
+        with _observe_coordinator(url, home / "runs", serving.pid) as watched:
             if not watched.answered.wait(LIMIT_S):
                 raise LinkError(f"the coordinator has answered nobody within {LIMIT_S:g} s")
             run, queued_s = _queue_job(home, method, count, model), time.monotonic()
-            watch.subscribe([wire.Topics(FLEET).job(run)])
+            watch.subscribe([wire.Topics(FLEET).round_topic(run)])
             _until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
-            begun_s, used_s = time.monotonic(), processes.used_s([serving])
+            begun_s, used_s = time.monotonic(), processes.processor_time_s([serving])
             _until(watch, lambda told: told.round > 0 and bool(told.asked))
-            round_s, used_s = time.monotonic() - begun_s, processes.used_s([serving]) - used_s
+            round_s, used_s = time.monotonic() - begun_s, processes.processor_time_s([serving]) - used_s
             peak_mb = _peak_mb(serving.pid)
         watch.close()
     return {
@@ -171,7 +172,7 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
 
 def _bundle_facts(model: bytes, flops: float) -> dict[str, Any]:
     """Return the metadata of a bundle with a ResNet-50's tensors."""
-    found = tensors.decode(model)
+    found = tensors.decode_tensors(model)
     kinds: dict[str, Kind] = {name: "buffer" for name in found if ".running_" in name}
     kinds |= {name: "counter" for name in found if name.endswith("num_batches_tracked")}
     return {"network": {"name": "resnet50"}, "flops": flops, "register": register_of_kinds(found, kinds)}
@@ -179,15 +180,14 @@ def _bundle_facts(model: bytes, flops: float) -> dict[str, Any]:
 
 def _queue_job(home: Path, method: str, count: int, model: bytes) -> str:
     """Queue a job that waits for all boards, and return the run's id."""
-    bundle.write(home / "bundle", _bundle_facts(model, 4e9), {"model": model})
+    bundle.write_bundle(home / "bundle", _bundle_facts(model, 4e9), {"model": model})
     cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
     table = {"name": "bench", "method": method, "rounds": 2, "cohort": cohort}
     with Store(home / "runs") as store:
-        return store.add(settings.parse(table), home / "bundle")
+        return store.add_job(settings.parse_job(table), home / "bundle")
 
 
 def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
-    """Wait until the job's published state is so."""
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         watch.wait(1.0)
@@ -201,7 +201,6 @@ def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
 
 
 def _peak_mb(process: int) -> float:
-    """Most memory that a process has had resident."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -223,22 +222,19 @@ class _Watched:
 
     @property
     def longest_s(self) -> float:
-        """Longest that a question has waited for its answer, also one that waits still."""
         asked_s = self.asked_s
         return max(self._longest_s, 0.0 if asked_s is None or not self.answers else time.monotonic() - asked_s)
 
-    def over(self) -> None:
-        """Note that a question waits no more."""
+    def end_question(self) -> None:
         self._longest_s, self.asked_s = self.longest_s, None
 
 
 @contextmanager
-def _watched(url: str, home: Path, process: int) -> Iterator[_Watched]:
-    """Ask the coordinator and look at its disk, in threads, for as long as the body runs."""
+def _observe_coordinator(url: str, home: Path, process: int) -> Iterator[_Watched]:
     seen, stop = _Watched(), threading.Event()
     threads = [
         threading.Thread(target=_ask, args=(url, seen, stop)),
-        threading.Thread(target=_look, args=(home, Path(f"/proc/{process}/fd"), seen, stop)),
+        threading.Thread(target=_sample_disk, args=(home, Path(f"/proc/{process}/fd"), seen, stop)),
     ]
     for thread in threads:
         thread.start()
@@ -251,24 +247,23 @@ def _watched(url: str, home: Path, process: int) -> Iterator[_Watched]:
 
 
 def _ask(url: str, seen: _Watched, stop: threading.Event) -> None:
-    """Ask for a blob that there is not, again and again: it is refused as soon as the loop reads the question."""
-    topics, link = wire.Topics(FLEET), MqttLink(Broker.parse(url), "bench-asks")
+    topics, link = wire.Topics(FLEET), MqttLink(Broker.from_url(url), "bench-asks")
     names = [f"asks-{number:02d}" for number in range(ASKERS)]
-    link.connect(timeout_s=10.0)
+    link.wait_until_connected(timeout_s=10.0)
     link.subscribe([f"{topics.root}/dev/{name}/dn/blob/#" for name in names])
     number = 0
     while not stop.is_set():
         name = names[number % ASKERS]
         sha256 = hashlib.sha256(f"{number}".encode()).hexdigest()
         number += 1
-        link.publish(topics.device(name, "up", "blob/get"), wire.encode(wire.Get(sha256=sha256, chunk=CHUNK)))
+        link.publish(topics.device_topic(name, "up", "blob/get"), wire.encode(wire.Get(sha256=sha256, chunk=CHUNK)))
         seen.asked_s = asked_s = time.monotonic()
         answered, waits = False, True
         while waits and not answered and not stop.is_set():
             link.wait(0.5)
             answered = any(sha256 in message.topic for message in link.receive())
             waits = seen.answers > 0 or time.monotonic() < asked_s + FIRST_S
-        seen.over()
+        seen.end_question()
         seen.answers += answered
         if answered:
             seen.answered.set()
@@ -276,13 +271,12 @@ def _ask(url: str, seen: _Watched, stop: threading.Event) -> None:
     link.close()
 
 
-def _look(home: Path, opened: Path, seen: _Watched, stop: threading.Event) -> None:
+def _sample_disk(home: Path, opened: Path, seen: _Watched, stop: threading.Event) -> None:
     while not stop.wait(LOOK_S):
         seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)) + sum(_sizes(opened, nameless=True)))
 
 
 def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
-    """Bytes on the disk of each file in a folder, or of those without a name; what vanishes meanwhile has none."""
     for path in folder.rglob("*"):
         try:
             found = os.stat(path)
@@ -303,7 +297,7 @@ def _measure_bare_fold(home: Path, method: str, model: bytes) -> tuple[float, fl
     three states, as one is sent while another is made.
     """
     found = methods.load(method)
-    made = bundle.write(home / "bare", _bundle_facts(model, 1000.0), {"model": model})
+    made = bundle.write_bundle(home / "bare", _bundle_facts(model, 1000.0), {"model": model})
     state = found.init(made, found.params(), 0)
     moved, path = Moved(model, 1e-6), home / "update"
     path.write_bytes(moved.read(0, len(model)))
@@ -314,9 +308,11 @@ def _measure_bare_fold(home: Path, method: str, model: bytes) -> tuple[float, fl
         if hashlib.sha256(payload).hexdigest() != wanted:
             raise JobError("the bare fold has read another update")
         metrics = {"steps": 10.0, "new": 1.0}
-        given = Contribution(f"board-{number}", 0, weight(method), metrics, {"model": tensors.decode(payload)})
+        given = Contribution(
+            f"board-{number}", 0, update_weight(method), metrics, {"model": tensors.decode_tensors(payload)}
+        )
         total = found.fold(state, total, given)
     bare_s = (time.process_time() - begun_s) / BARE
-    sum_bytes, state_bytes = (tensors.total_bytes([tensors.parts(each)[0]]) for each in (total, state))
+    sum_bytes, state_bytes = (tensors.total_bytes([tensors.split_state(each)[0]]) for each in (total, state))
     most_bytes = (STORED_AT + 3) * sum_bytes + 3 * state_bytes + len(model)
     return bare_s, Limits().waiting_mb + most_bytes / 1e6

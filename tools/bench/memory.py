@@ -1,4 +1,4 @@
-"""`fedquilt bench memory`: what a device's process holds while it stitches at 224 pixels, under small budgets.
+"""Benchmark of a device's memory while it stitches at 224 pixels under small budgets.
 
 The process is the agent's own (`fedquilt.edge_agent.task.main`), under budgets that leave 160 MB and 100 MB
 beside what it holds once ONNX Runtime is imported. Its tasks are the hungriest of a job with the five
@@ -25,8 +25,8 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import candidates, search, stitched
 from fedquilt.models.stitching.search_state import Finalist, Net, Params, State
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.bench.stitch import IMAGES, create_finder, draw_examples, prepare_donors
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}
@@ -34,21 +34,15 @@ HELD = {"scoring": "output scores", "moments": "moments"}  # figure -> beginning
 
 
 def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
-    """Peak MB beside the bare process, of each task under each budget.
-
-    Args:
-        size: of the images, in pixels.
-        work: where the donors are prepared, and found again; none: in a folder that goes afterwards.
-    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = (work or Path(scratch)) / f"donors-{size}"
-        made = donors(folder, size)
-        find = finder(folder, made)
-        shown = examples(2 * IMAGES)
+        made = prepare_donors(folder, size)
+        find = create_finder(folder, made)
+        shown = draw_examples(2 * IMAGES)
         np.savez(Path(scratch) / "images.npz", x_train=shown.x, y_train=shown.y)
         runs = {name: _run(made, find, room_mb * 10**6, Path(scratch) / name) for name, room_mb in ROOMS_MB.items()}
     figures = {
-        f"peak_of_{what}_{name}": figure(max(_peaks(tasks, begins)), ROOMS_MB[name], "MB")
+        f"peak_of_{what}_{name}": compare_at_most(max(_peaks(tasks, begins)), ROOMS_MB[name], "MB")
         for what, begins in HELD.items()
         for name, tasks in runs.items()
     }
@@ -57,7 +51,7 @@ def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
         "bench": "memory",
         "size": size,
         "tasks": runs,
-        "figures": {**figures, "own_and_outside_accounts_differ_by": figure(max(strays), 8, "MB")},
+        "figures": {**figures, "own_and_outside_accounts_differ_by": compare_at_most(max(strays), 8, "MB")},
     }
 
 
@@ -66,24 +60,22 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 
 def _asks(made: Bundle) -> Iterator[tuple[str, State]]:
-    """The search at its hungriest moments."""
     state = METHOD.init(made, Params(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
-    pool = search.beginnings(state.stock)[0].pool
+    pool = search.starting_networks(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = Net(path, tuple(name for name in pool if name not in path), 1.0)
         here = replace(state, current=net, junctions=_random_junctions(state, path))
-        offered = search.offered(net, state.stock, state.params)
+        offered = search.offered_blocks(net, state.stock, state.params)
         yield f"output scores of {len(offered)} blocks after {path[-1]}", replace(here, pool=offered)
         strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
         winners = tuple(Winner(name, 1.0, 1.0, 1) for name in strange)
         yield f"sums for {len(winners)} junctions after {path[-1]}", replace(here, phase="fit", winners=winners)
     ended = replace(here, finalists=(Finalist((*path, "resnet50.5"), 1.0),))
-    gathering = candidates.begun(ended)
+    gathering = candidates.end_search(ended)
     yield f"moments at {len(gathering.taps)} taps of all donors", gathering
 
 
 def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-    """Of the right shapes: what they say does not change what memory they take."""
     draws, blocks, found = np.random.default_rng(3), state.stock.blocks, {}
     for i in range(1, len(path)):
         shape = blocks[path[i]].in_shape[0], blocks[path[i - 1]].out_shape[0]
@@ -93,7 +85,6 @@ def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Path) -> list[dict[str, Any]]:
-    """All tasks in one process under one budget, each with its peaks."""
     folder.mkdir()
     bare, found = 0, []
     budget_bytes, data = budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes, {"path": str(folder.parent / "images.npz")}
@@ -118,11 +109,10 @@ def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Pat
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     found = [f"{result['size']} pixels, {IMAGES} images, MB beside the bare process"]
     for name, tasks in result["tasks"].items():
         found.append(f"    at most {ROOMS_MB[name]} MB{'own':>55} {'outside':>8} {'seconds':>8}")
         for task in tasks:
             row = f"{task['peak_mb']:8.1f} {task['outside_mb']:8.1f} {task['seconds']:8.1f}"
             found.append(f"    {task['task']:60} {row}")
-    return [*found, *figure_lines(result)]
+    return [*found, *format_figures(result)]

@@ -1,4 +1,7 @@
-"""The same scores without any of FedStitch's economies: what `fedquilt bench stitch` measures against.
+"""Reference scoring without FedStitch's optimisations, as a baseline for `fedquilt bench stitch`.
+
+For each candidate everything runs again from the images: the path, the candidate's donor, the junction's fit and the
+Gram matrices. Runtime, images, positions and estimator are those of `fedquilt.models.stitching.scoring`.
 
 For each candidate everything is run again from the images: the path, the candidate's own donor up to
 it and through it, the junction's fit, and the Gram matrices. The runtime, the images, the positions
@@ -19,7 +22,7 @@ from fedquilt.models.stitching.stitched import Block
 Run = Callable[[Block, np.ndarray], np.ndarray]
 
 
-def output_score(
+def score_output(
     path: Sequence[Block],
     between: Sequence[Tensors | None],
     own: Sequence[Block],
@@ -29,27 +32,27 @@ def output_score(
     positions: np.ndarray,
     ridge: float,
 ) -> float:
-    """CKA of the candidate's outputs behind the path and in its donor, the junction fitted on other images.
+    """Return the CKA of a candidate's outputs behind the path and in its donor.
 
     Args:
-        path: blocks chosen so far.
-        between: junction before each of them; None: none.
-        own: the donor's blocks, up to the candidate.
-        run: runs a block's graph.
-        scored: images (n, channels, size, size) that are scored.
-        fitted: as many images, for the junction.
-        positions: of the candidate's input maps on `fitted`, counted over n * h * w.
-        ridge: strength of the junction's ridge penalty.
+        path: Blocks selected so far.
+        between: Junction before each block, or None.
+        own: Blocks of the donor up to the candidate.
+        run: Function that runs a block's graph.
+        scored: Images (n, channels, size, size) to score.
+        fitted: The same number of images for the fit of the junction.
+        positions: Positions of the candidate's input maps on `fitted`, of n * h * w.
+        ridge: Strength of the junction's ridge penalty.
     """
     candidate = own[-1]
-    here = stitched.forward(path, between, run, np.concatenate([scored, fitted]))
-    there = stitched.forward(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    here = stitched.run_path(path, between, run, np.concatenate([scored, fitted]))
+    there = stitched.run_path(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
     n = len(scored)
     junction = None
-    if not stitched.continues(path[-1], candidate):
-        x = images.resize(here[n:], *candidate.in_shape[1:])
+    if not stitched.is_continuation(path[-1], candidate):
+        x = images.resize_maps(here[n:], *candidate.in_shape[1:])
         rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
-        weights, bias = least_squares.Fit(rows[0], ridge).weights(rows[1])
+        weights, bias = least_squares.Fit(rows[0], ridge).solve_weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-    output = run(candidate, stitched.join(here[:n], junction, candidate))
-    return cka.cka(cka.gram(output), cka.gram(run(candidate, there[:n]))).value
+    output = run(candidate, stitched.apply_junction(here[:n], junction, candidate))
+    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, there[:n]))).value

@@ -1,4 +1,4 @@
-"""Simulated physics unlike `physics` and the governor's: tables of voltages, a smooth roofline, more watts.
+"""Simulated physics of a board with voltage tables and a smooth roofline.
 
 It shares no code with either. Numbers are made up, of the size of an AGX Orin's.
 """
@@ -21,21 +21,19 @@ EMC = [665.6e6, 2133e6, 3199e6]
 
 
 class Tabled:
-    """A board with three clocks. `clocks`: axis -> hertz."""
+    """Physics of a board with three clocks and voltage tables. `clocks` maps an axis to hertz."""
 
     idle_w = 6.8
 
-    def lists(self) -> dict[str, tuple[float, ...]]:
-        """Frequencies by axis, rising."""
+    def clock_lists(self) -> dict[str, tuple[float, ...]]:
         return {"cpu_hz": tuple(CPU), "gpu_hz": tuple(GPU), "emc_hz": tuple(EMC)}
 
-    def top(self) -> dict[str, float]:
-        """Highest clocks."""
+    def highest_clocks(self) -> dict[str, float]:
         return {"cpu_hz": CPU[-1], "gpu_hz": GPU[-1], "emc_hz": EMC[-1]}
 
-    def _busy(self, work: Work, engine: Engine, clocks: Clocks) -> tuple[float, float, float, float]:
-        """Seconds of the host, of the arithmetic and of the traffic, each alone, and of all together."""
-        cpu, gpu, emc = (clocks.get(axis) or hz for axis, hz in self.top().items())
+    def _busy_times(self, work: Work, engine: Engine, clocks: Clocks) -> tuple[float, float, float, float]:
+        """Return the seconds of host, arithmetic and traffic alone, and of the whole task."""
+        cpu, gpu, emc = (clocks.get(axis) or hz for axis, hz in self.highest_clocks().items())
         memory_s = work.read_bytes / 120e9 * (3199e6 / emc) ** 0.9
         if engine == "cpu":
             cores_s = work.flops / (60.0 * cpu)
@@ -45,13 +43,11 @@ class Tabled:
         return host_s, shaders_s, memory_s, 0.6 * host_s + hidden_s
 
     def seconds(self, work: Work, engine: Engine, clocks: Clocks) -> float:
-        """Time of the work."""
-        return self._busy(work, engine, clocks)[3]
+        return self._busy_times(work, engine, clocks)[3]
 
     def watts(self, work: Work, engine: Engine, clocks: Clocks) -> float:
-        """Mean power of the whole board during the work."""
-        cpu, gpu, emc = (clocks.get(axis) or hz for axis, hz in self.top().items())
-        host_s, main_s, memory_s, all_s = self._busy(work, engine, clocks)
+        cpu, gpu, emc = (clocks.get(axis) or hz for axis, hz in self.highest_clocks().items())
+        host_s, main_s, memory_s, all_s = self._busy_times(work, engine, clocks)
         cpu_v, gpu_v = CPU_V[CPU.index(cpu)], GPU_V[GPU.index(gpu)]
         cores = min(1.0, (main_s if engine == "cpu" else host_s) / all_s)
         shaders = min(1.0, main_s / all_s) if engine == "cuda" else 0.0
@@ -60,6 +56,5 @@ class Tabled:
         memory_w = 5.0 * emc / 3199e6 * (0.5 + 0.5 * min(1.0, memory_s / all_s))
         return 7.4 + cores_w + shaders_w + memory_w + 0.4 * cpu_v**2 + 1.6 * gpu_v**2
 
-    def own_clocks(self, work: Work, engine: Engine) -> dict[str, float | None]:
-        """Clocks that its own governors settle at: the highest."""
-        return dict(self.top())
+    def governor_clocks(self, work: Work, engine: Engine) -> dict[str, float | None]:
+        return dict(self.highest_clocks())

@@ -1,4 +1,4 @@
-"""Rounds planned for energy beside the other rules for deadlines: training on real digits, on a mixed simulated fleet.
+"""Benchmark of energy-planned rounds against other deadline rules, on a simulated fleet.
 
 Every rule runs the same job through the coordinator's own rounds on virtual time, with the boards' own governor, and
 each seed draws the same partition, boards and first weights for all rules. Joules are those of all boards of a round's
@@ -31,12 +31,12 @@ from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import energy_front
-from fedquilt.tools.experiments.intervals import interval
-from fedquilt.tools.report.figures import figure
+from fedquilt.tools.experiments.intervals import confidence_interval
+from fedquilt.tools.report.figures import compare_at_most
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import run as simulation
 from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.simulation.carriers import in_process
+from fedquilt.tools.simulation.carriers import make_local_backend
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx")  # idle powers are known: _idle_w
@@ -76,7 +76,6 @@ class Result:
         return statistics.fmean(each.accuracy for each in self.rounds[max(rounds - LAST, 0) : rounds])
 
     def until(self, accuracy: float) -> tuple[float, float] | None:
-        """Joules and seconds until the last rounds have an accuracy; None: they never have."""
         for count in range(1, len(self.rounds) + 1):
             if count >= min(LAST, len(self.rounds)) and self.accuracy(count) >= accuracy:
                 done = self.rounds[:count]
@@ -85,9 +84,8 @@ class Result:
 
 
 def job_of(method: str, rule: Mapping[str, Any], seed: int, rounds: int) -> settings.Job:
-    """The job of one run; `rule` are keys of [cohort]."""
     boards = [f"{BOARDS[i % len(BOARDS)]}?noise={NOISE}&spread={SPREAD}&seed={100 * seed + i}" for i in range(DEVICES)]
-    return settings.parse(
+    return settings.parse_job(
         {
             "name": "planned",
             "method": method,
@@ -104,48 +102,41 @@ def job_of(method: str, rule: Mapping[str, Any], seed: int, rounds: int) -> sett
 
 
 def make(board: str) -> SimulatedDevice:
-    """A simulated board whose arithmetic and memory traffic take SCALE times as long."""
     name, _, traits = board.partition("?")
-    return SimulatedDevice(profiles.load(name), traits=Traits.parse(traits), points=_slowed(name))
+    return SimulatedDevice(profiles.load_board_profile(name), traits=Traits.parse(traits), points=_slow_points(name))
 
 
 @cache
-def _slowed(name: str) -> tuple[OperatingPoint, ...]:
+def _slow_points(name: str) -> tuple[OperatingPoint, ...]:
     return tuple(
         msgspec.structs.replace(
             point,
             flops_per_s=point.flops_per_s / SCALE if point.flops_per_s else None,
             bytes_per_s=point.bytes_per_s / SCALE if point.bytes_per_s else None,
         )
-        for point in profiles.load(name).operating_points()
+        for point in profiles.load_board_profile(name).operating_points()
     )
 
 
 def play(job: settings.Job, folder: Path, home: Path) -> Result:
-    """Run a job whose bundle lies in `folder`.
-
-    Raises:
-        JobError: it has failed.
-    """
-    shares, test = Plan(job, folder, home).members()
+    shares, test = Plan(job, folder, home).load_devices()
     members = [Member(f"d{index}", share.train, share.held) for index, share in enumerate(shares)]
-    hands, held = in_process(members, together=True, test=test)
+    hands, held = make_local_backend(members, together=True, test=test)
     accuracies: dict[int, float] = {}
     with Simulation(job, folder, held, home, make=make) as simulated:
-        for each in simulation.play([simulated], hands):
-            if each.done and each.done not in accuracies:
-                tested = hands.test(each)
+        for each in simulation.run_rounds([simulated], hands):
+            if each.completed_rounds and each.completed_rounds not in accuracies:
+                tested = hands.evaluate_test_set(each)
                 assert tested is not None
-                accuracies[each.done] = evaluation.main_value(tested)
+                accuracies[each.completed_rounds] = evaluation.main_metric_value(tested)
         if simulated.status != "done":
-            raise JobError(f"{simulated.run} has {simulated.ended}: {simulated.reason}")
+            raise JobError(f"{simulated.run} has {simulated.final_status}: {simulated.reason}")
         run = simulated.run
     with Store(home) as store:
-        return _result(job, [fact for _, _, fact in store.facts(run)], accuracies)
+        return _result(job, [fact for _, _, fact in store.read_events(run)], accuracies)
 
 
 def _result(job: settings.Job, facts: Sequence[AnyFact], accuracies: Mapping[int, float]) -> Result:
-    """Costs of a run's rounds from its log."""
     idle_w = {f"d{index}": _idle_w(make(board)) for index, board in enumerate(job.fleet.boards)}
     rounds: list[Round] = []
     answers: list[Answered] = []
@@ -175,26 +166,24 @@ def _idle_w(board: SimulatedDevice) -> float:
 
 
 def limit(job: settings.Job, folder: Path) -> energy_plan.Plan | None:
-    """The cheapest round there is, for one who knows each board's own factor, keeps no reserve and meets no noise."""
-    asks, known = energy_front.asked(job, folder, make)
+    asks, known = energy_front.predict_work(job, folder, make)
     own, passes = {}, 0
     for (device, ask), name in zip(asks.items(), job.fleet.boards, strict=True):
         board, examples = make(name), known[device][-1].examples
         found = []
         for epochs in range(1, int(ask.epochs * job.cohort.most_work) + 1):
-            work = ask.trained_for(epochs).work.on(examples)
+            work = ask.with_epochs(epochs).work.total_for_examples(examples)
             for point in board.points:
-                told_s = cost_model.seconds(work, point)
+                told_s = cost_model.work_seconds(work, point)
                 if told_s is not None and point.busy_w is not None:
                     took_s = told_s * board.factor
                     found.append(energy_plan.Choice(took_s, (point.busy_w - _idle_w(board)) * took_s, epochs))
         own[device] = energy_plan.Board(tuple(found), examples, _idle_w(board))
         passes += ask.epochs * examples
-    return energy_plan.least_joules(own, passes)
+    return energy_plan.plan_least_energy(own, passes)
 
 
 def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any]:
-    """All rules with all seeds; rows are means of the seeds, beside the same seeds of `predicted`."""
     table, shares = [], {}
     for method, rules in CASES.items():
         runs: dict[str, list[Result]] = {rule: [] for rule in rules}
@@ -207,16 +196,20 @@ def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any
                     if not (home / "bundle").exists():
                         prepare.prepare_and_check(job, home / "bundle")
                     runs[rule].append(play(job, home / "bundle", home / rule.replace(" ", "-")))
-                    progress.LINE.aside(f"{method}, {rule}, seed {seed}: done")
+                    progress.LINE.print_to_stdout(f"{method}, {rule}, seed {seed}: done")
                 if (best := limit(job_of(method, RULES["energy"], seed, rounds), home / "bundle")) is not None:
                     limits.append(best)
         table += [_row(method, rule, found, runs["predicted"], rounds) for rule, found in runs.items()]
         row, base = table[-1], table[-len(runs)]
-        shares[f"joules a round, energy over predicted, {method}"] = figure(row["joules"] / base["joules"], 0.85, "x")
-        shares[f"seconds a round, energy over predicted, {method}"] = figure(row["seconds"] / base["seconds"], 1, "x")
+        shares[f"joules a round, energy over predicted, {method}"] = compare_at_most(
+            row["joules"] / base["joules"], 0.85, "x"
+        )
+        shares[f"seconds a round, energy over predicted, {method}"] = compare_at_most(
+            row["seconds"] / base["seconds"], 1, "x"
+        )
         reached = row["joules_to_accuracy"], row["seconds_to_accuracy"]
         for name, share, most in zip(("joules", "seconds"), reached, (0.85, 1), strict=True):
-            shares[f"{name} to predicted's accuracy, {method}"] = figure(
+            shares[f"{name} to predicted's accuracy, {method}"] = compare_at_most(
                 math.inf if share is None else share, most, "x"
             )
         row["limit_joules"] = round(statistics.fmean(each.joules for each in limits), 1)
@@ -256,11 +249,10 @@ def _row(method: str, rule: str, found: Sequence[Result], base: Sequence[Result]
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    return interval(values) if len(values) > 1 else (-math.inf, math.inf)
+    return confidence_interval(values) if len(values) > 1 else (-math.inf, math.inf)
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
     told = [
         f"training {result['rounds']} rounds of {result['epochs']} epochs on {result['devices']} boards "
         f"({', '.join(result['boards'])}), real digits,",

@@ -1,4 +1,4 @@
-"""`fedquilt bench sensors`: what reading a board's sensors ten times a second costs the agent.
+"""Benchmark of reading a board's sensors ten times a second.
 
 Each board is read in a process of its own that has imported the agent first, so that the growth is what the
 sensors add to it. The Jetsons are trees of plain files (`fedquilt.profiles.planted`): what their kernels take
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.profiles.planted import plant
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.profiles.planted import write_fake_board
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 
 HERTZ = 10
 READINGS = 50  # readings at that pace, and as many before, unmeasured
@@ -28,21 +28,20 @@ CHILD = "import sys; from fedquilt.tools.bench import sensors; sensors.sample(sy
 
 
 def measure(readings: int = READINGS) -> dict[str, Any]:
-    """Processor time of a reading, of so many, and resident growth: this host's own sensors, Jetsons made of files."""
     with tempfile.TemporaryDirectory() as folder:
         roots = {"this_host": Path("/")}
         for name, board, jetpack in BOARDS:
             roots[name] = Path(folder) / name
-            plant(roots[name], board, jetpack)
-        boards = {name: _sampled(root, readings) for name, root in roots.items()}
+            write_fake_board(roots[name], board, jetpack)
+        boards = {name: _run_sampling(root, readings) for name, root in roots.items()}
     figures = {}
     for name, told in boards.items():
-        figures[f"processor_{name}"] = figure(told["paced_s"] * HERTZ * 100, 1.0, "% of a core")
-        figures[f"resident_growth_{name}"] = figure(told["growth_bytes"] / 1e6, 3.0, "MB")
+        figures[f"processor_{name}"] = compare_at_most(told["paced_s"] * HERTZ * 100, 1.0, "% of a core")
+        figures[f"resident_growth_{name}"] = compare_at_most(told["growth_bytes"] / 1e6, 3.0, "MB")
     return {"bench": "sensors", "hertz": HERTZ, "readings": readings, "boards": boards, "figures": figures}
 
 
-def _sampled(root: Path, readings: int) -> dict[str, Any]:
+def _run_sampling(root: Path, readings: int) -> dict[str, Any]:
     ran = subprocess.run([sys.executable, "-c", CHILD, str(root), str(readings)], check=True, capture_output=True)
     told: dict[str, Any] = msgspec.json.decode(ran.stdout)
     ratios = {f"ratio_to_{other}": round(told["paced_s"] / told[f"{other}_s"], 2) for other in ("waking", "at_once")}
@@ -55,24 +54,23 @@ def sample(root: str, readings: int) -> None:
     from fedquilt.edge_agent import devices
 
     before = _resident_bytes()
-    device = devices.make("auto", Path(root))
+    device = devices.create_device("auto", Path(root))
 
     def read() -> None:
-        device.read(time.monotonic())
+        device.read_sensors(time.monotonic())
 
-    _paced(read, readings, 0.0)
-    paced_s = _paced(read, readings, 1 / HERTZ)
+    _time_paced(read, readings, 0.0)
+    paced_s = _time_paced(read, readings, 1 / HERTZ)
     growth = _resident_bytes() - before
-    waking_s = _paced(lambda: None, readings, 1 / HERTZ)
-    at_once_s = _paced(read, AT_ONCE, 0.0)
-    reading = msgspec.to_builtins(device.read(time.monotonic()))
+    waking_s = _time_paced(lambda: None, readings, 1 / HERTZ)
+    at_once_s = _time_paced(read, AT_ONCE, 0.0)
+    reading = msgspec.to_builtins(device.read_sensors(time.monotonic()))
     known = sorted(name for name, value in reading.items() if value not in (None, {}))
     told = {"paced_s": paced_s, "waking_s": waking_s, "at_once_s": at_once_s, "growth_bytes": growth}
     print(msgspec.json.encode({"board": device.board, **told, "tells": known}).decode())
 
 
-def _paced(do: Callable[[], None], times: int, pause_s: float) -> float:
-    """Processor seconds of doing it once, waking up for it included."""
+def _time_paced(do: Callable[[], None], times: int, pause_s: float) -> float:
     before = time.process_time()
     for _ in range(times):
         time.sleep(pause_s)
@@ -87,8 +85,7 @@ def _resident_bytes() -> int:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
-    shown = figure_lines(result)
+    shown = format_figures(result)
     for name, told in result["boards"].items():
         each = f"{told['paced_s'] * 1e6:.0f} us a reading, {told['ratio_to_waking']}x of waking up and doing nothing"
         shown.append(f"    {name.replace('_', ' ')} ({told['board']}): {each}; tells {', '.join(told['tells'])}")

@@ -1,4 +1,4 @@
-"""`fedquilt bench sites`: a coordinator above sites of many boards, on virtual time.
+"""Benchmark of a coordinator above sites of many boards, on virtual time.
 
 Boards are light ones (`protocol_boards`), which speak the protocol and train nothing; sites are the coordinators and
 agents of `fedquilt serve --site`, on a broker in memory; the coordinator above them is in a process of its own
@@ -26,16 +26,16 @@ from fedquilt import bundle, config, tensors, wire
 from fedquilt import methods as known
 from fedquilt.coordinator import limits, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
-from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.preflight import create_initial_state
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, DeviceView, LinkError, Method, Profile, Task
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.bench import protocol_boards, sites_root, stitch_boards
 from fedquilt.tools.bench.coordinator import NETWORK
 from fedquilt.tools.bench.protocol_boards import AGAIN_S, Crowd, Moved, Sent
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 from fedquilt.tools.site.virtual import VirtualSite
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
 
 METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "fedstitch", "robust")
 STITCH: Final = "fedstitch"  # as many rounds as its search takes
@@ -73,9 +73,12 @@ def measure(
     offline = _run_job("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
-        **{f"resident_above_with_{name}": figure(each["resident_mb"], MOST_MB, "MB") for name, each in runs.items()},
-        "states_with_other_bits": figure(odd, 0, "states"),
-        "answers_lost_beside_the_offline_site's": figure(offline["missing"], 0, "answers"),
+        **{
+            f"resident_above_with_{name}": compare_at_most(each["resident_mb"], MOST_MB, "MB")
+            for name, each in runs.items()
+        },
+        "states_with_other_bits": compare_at_most(odd, 0, "states"),
+        "answers_lost_beside_the_offline_site's": compare_at_most(offline["missing"], 0, "answers"),
     }
     return {"bench": "sites", "sites": sites, "agents": agents, "runs": runs, "offline": offline, "figures": figures}
 
@@ -94,7 +97,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"{', '.join(map(str, offline['answers']))} of {result['sites']} sites; {offline['equal']} of "
         f"{offline['states']} states have the bits of the boards that were there"
     )
-    return [*told, *figure_lines(result)]
+    return [*told, *format_figures(result)]
 
 
 # -- the coordinator above ------------------------------------------------------------------------
@@ -111,11 +114,6 @@ class Above:
         self.resident_mb = self.used_s = 0.0
 
     def step(self, now_s: float) -> float:
-        """Have it take a step; returns when to call again.
-
-        Raises:
-            LinkError: it has ended.
-        """
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
@@ -136,7 +134,6 @@ class Above:
         return float(done.due_s)
 
     def fds(self) -> Sequence[int]:
-        """None: it answers each step."""
         return ()
 
     def close(self) -> None:
@@ -146,7 +143,6 @@ class Above:
 
 
 def _peak_mb(pid: int) -> float:
-    """Most that a process has had resident, in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -163,11 +159,9 @@ class _Line:
         self.link = link
 
     def ask(self, filters: Sequence[str]) -> None:
-        """Subscribe."""
         self.link.subscribe(filters)
 
     def send(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        """Publish."""
         self.link.publish(topic, payload, retain=retain)
         return 0
 
@@ -184,9 +178,10 @@ class _Crowd(Crowd):
         self.seats = [_Board(self, number, broker.connect()) for number in range(first, first + count)]
         self.boards = list(self.seats)
 
-    def answer(self, task: Task, number: int) -> Sent:
-        """Update of a board."""
-        return stitch_boards.answer(task.params, number) if task.method == STITCH else super().answer(task, number)
+    def create_update(self, task: Task, number: int) -> Sent:
+        return (
+            stitch_boards.answer(task.params, number) if task.method == STITCH else super().create_update(task, number)
+        )
 
 
 class _Board(protocol_boards.Board):
@@ -203,10 +198,9 @@ class _Board(protocol_boards.Board):
         self._greeted = False
 
     def step(self, now_s: float) -> float:
-        """Answer the coordinator's messages for a light board; returns when it offers its update again."""
         if not self._greeted:
             self._greeted = True
-            self._greet(None, None, None, None, None)
+            self._handle_connect(None, None, None, None, None)
         for topic, payload, retained in self.link.receive():
             self._handle_message(topic, payload, retained)
         if self._later is not None:
@@ -214,25 +208,23 @@ class _Board(protocol_boards.Board):
             if now_s < due_s:
                 return due_s
             self._later = None
-            super()._begin(task, now_s)
+            super()._start_task(task, now_s)
         if self._update is None:
             return math.inf
         if now_s >= self._offered_s + AGAIN_S:
-            self._offer(self._update, now_s)
+            self._offer_update(self._update, now_s)
         return self._offered_s + AGAIN_S
 
-    def _begin(self, task: Task, now_s: float) -> None:
-        """Carry a task out after the time that boards take here."""
+    def _start_task(self, task: Task, now_s: float) -> None:
         known = self._later[0] if self._later is not None else self._task
         again = known is not None and (task.job, task.round) == (known.job, known.round)
         if not self._work_s or (again and self._later is None):
-            return super()._begin(task, now_s)
+            return super()._start_task(task, now_s)
         self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
         self._later = task, self._later[1] if again and self._later else now_s + self._work_s
         return None
 
     def fds(self) -> Sequence[int]:
-        """None."""
         return ()
 
 
@@ -255,25 +247,25 @@ def _run_job(
         for number in range(sites):
             name = _site_name(number)
             store = stack.enter_context(Store(home / name, durable=False))
-            store.lock()
+            store.acquire_lock()
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
-            seats += made[-1].seats()
+            seats += made[-1].list_endpoints()
             crowd = _Crowd(broker, name, number * agents, agents, work_s)
             numbers |= {board.device: board.number for board in crowd.boards}
             seats += [(board.link, board) for board in crowd.seats]
         if work_s:
-            simulate(broker, lambda: seats, lambda: above.committed >= 2)
+            run_on_virtual_time(broker, lambda: seats, lambda: above.committed >= 2)
             up, lost_s = made[0].up, broker.now_s
             place = next(at for at, (link, _) in enumerate(seats) if link is up.inner)
-            up.lose()
-            simulate(broker, lambda: seats, lambda: broker.now_s >= lost_s + OFFLINE_S)
-            seats[place] = (up.renewed(), seats[place][1])
-        simulate(broker, lambda: seats, lambda: above.finished)
+            up.disconnect()
+            run_on_virtual_time(broker, lambda: seats, lambda: broker.now_s >= lost_s + OFFLINE_S)
+            seats[place] = (up.reconnect(), seats[place][1])
+        run_on_virtual_time(broker, lambda: seats, lambda: above.finished)
         below_s = time.process_time() - begun_s
         above.close()
         with Store(home / "above") as store:
-            facts = [fact for _, _, fact in store.facts(run)]
-            equal, states, answers = _compared(store, method, facts, numbers)
+            facts = [fact for _, _, fact in store.read_events(run)]
+            equal, states, answers = _compare_states(store, method, facts, numbers)
     return {
         "boards": sites * agents,
         "states": states,
@@ -288,7 +280,6 @@ def _run_job(
 
 
 def _missing(answers: Sequence[int], sites: int) -> int:
-    """Answers that rounds lack beside those of the one site that was offline; its last round has it again."""
     return sum(max(sites - 1 - count, 0) for count in answers) + (sites - answers[-1])
 
 
@@ -310,21 +301,20 @@ def _queue_job(home: Path, method: str, sites: int, agents: int, rounds: int, fe
         stitch_boards.write(home / "bundle", features)
         table |= {"engine": "onnx", "rounds": SEARCH_MOST, "params": stitch_boards.params(features)}
     else:
-        model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-        bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
+        model = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+        bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
     rights = {_site_name(number): _site_right(number * agents, agents) for number in range(sites)}
     with Store(home / "above", durable=False) as store:
-        (store.home / limits.FILE).write_text(config.text({"sites": rights}))
-        return store.add(settings.parse(table), home / "bundle")
+        (store.home / limits.FILE).write_text(config.format_toml({"sites": rights}))
+        return store.add_job(settings.parse_job(table), home / "bundle")
 
 
-def _compared(
+def _compare_states(
     store: Store, method: str, facts: Sequence[AnyFact], numbers: Mapping[str, int]
 ) -> tuple[int, int, list[int]]:
-    """How many states are those of the method's own functions, how many there are, and answers of each round."""
     plain, equal, answers = known.load(method), 0, []
-    row = store.jobs()[0]
-    state: Any = first_state(row.job, bundle.load(row.bundle), plain)
+    row = store.readable_jobs()[0]
+    state: Any = create_initial_state(row.job, bundle.load_bundle(row.bundle), plain)
     states = [fact.state for fact in facts if isinstance(fact, Committed)]
     for round, ref in enumerate(states):
         there = [fact.update.boards for fact in facts if isinstance(fact, Answered) and fact.round == round]
@@ -334,16 +324,15 @@ def _compared(
             plain, method, state, round, [(board, numbers[board]) for board in sorted({*itertools.chain(*there)})]
         ):
             total = plain.fold(state, total, given)
-        packed = tensors.pack(plain.step(state, total))
+        packed = tensors.pack_state(plain.step(state, total))
         equal += hashlib.sha256(packed).hexdigest() == ref.sha256
-        state = tensors.unpack(packed, plain.state)
+        state = tensors.unpack_state(packed, plain.state)
     return equal, len(states), answers
 
 
 def _flat(
     plain: Method, method: str, state: Any, round: int, boards: Sequence[tuple[str, int]]
 ) -> Iterator[Contribution]:
-    """What these boards send in a round."""
     payload = b""
     for device, number in boards:
         order = plain.send(state, DeviceView(device, Profile(device=device, **PROFILE)))
@@ -353,7 +342,9 @@ def _flat(
             read = {name: blob.read(0, blob.ref.size) for name, blob in made.bundles.items()}
             weight, told = made.weight, made.metrics
         else:
-            payload = payload or tensors.encode(order.bundles["model"])  # type: ignore[arg-type]
-            read = {"model": Moved(payload, protocol_boards.step(number)).read(0, len(payload))}
-            weight, told = protocol_boards.weight(method), protocol_boards.metrics(round)
-        yield Contribution(device, round, weight, told, {name: tensors.decode(each) for name, each in read.items()})
+            payload = payload or tensors.encode_tensors(order.bundles["model"])  # type: ignore[arg-type]
+            read = {"model": Moved(payload, protocol_boards.model_shift(number)).read(0, len(payload))}
+            weight, told = protocol_boards.update_weight(method), protocol_boards.update_metrics(round)
+        yield Contribution(
+            device, round, weight, told, {name: tensors.decode_tensors(each) for name, each in read.items()}
+        )

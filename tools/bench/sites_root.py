@@ -1,4 +1,4 @@
-"""Coordinator above sites, in a process of its own, on the virtual time of the process that started it.
+"""Process of a coordinator above sites, on the virtual time of its parent process.
 
 So its memory and its processor time are its own. Messages of the broker in memory come and go over pipes: frames of
 msgpack after four bytes of their length.
@@ -26,15 +26,11 @@ FLEET: Final = "root"
 
 
 class Turn(msgspec.Struct, array_like=True):
-    """A step of the coordinator: the time, and what has come."""
-
     now_s: float
     messages: list[tuple[str, bytes, bool]]
 
 
 class Done(msgspec.Struct, array_like=True):
-    """What came of it."""
-
     due_s: float
     calls: list[tuple[str, tuple[Any, ...]]]  # of the link: "subscribe", "unsubscribe" or "publish", and arguments
     committed: int  # rounds so far
@@ -51,19 +47,15 @@ class Relayed:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Have it done at the end of the turn, as the other calls."""
         self.calls.append(("subscribe", (list(filters),)))
 
     def unsubscribe(self, filters: Sequence[str]) -> None:
-        """As `subscribe`."""
         self.calls.append(("unsubscribe", (list(filters),)))
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """As `subscribe`."""
         self.calls.append(("publish", (topic, payload, retain)))
 
     def receive(self) -> list[Message]:
-        """Empty the inbox."""
         messages, self.inbox = self.inbox, []
         return messages
 
@@ -75,8 +67,7 @@ class Relayed:
         """
         raise RuntimeError("virtual time does not wait")
 
-    def tended(self) -> AbstractContextManager[None]:
-        """Virtual time stands still while something computes."""
+    def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
@@ -91,13 +82,11 @@ def send(pipe: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def receive(pipe: IO[bytes], kind: type[Any]) -> Any:
-    """Read one frame; None: the other side has gone."""
     head = pipe.read(4)
     return msgspec.msgpack.decode(pipe.read(int.from_bytes(head, "little")), type=kind) if len(head) == 4 else None
 
 
 def main(home: str, run: str) -> int:
-    """Step the coordinator at the times that stdin gives, and write what it sends to stdout, until stdin ends."""
     link, rounds = Relayed(), 0
 
     def observe(job: Any, fact: Any) -> None:
@@ -105,9 +94,9 @@ def main(home: str, run: str) -> int:
         rounds += isinstance(fact, Committed)
 
     with Store(Path(home), durable=False) as store:
-        if not store.lock():
+        if not store.acquire_lock():
             return 1
-        executor = OverLink(link, FLEET, store.depot, store.next_epoch())
+        executor = OverLink(link, FLEET, store.depot, store.begin_epoch())
         server = Server(
             executor, store, observe, only=run, worker=Here(LARGE_BYTES), limits=limits.load_limits(store.home)
         )

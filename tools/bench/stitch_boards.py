@@ -1,4 +1,4 @@
-"""What light boards answer to the tasks of FedStitch: votes, sums for junctions, moments and counts of a small graph.
+"""Synthetic updates of light devices to FedStitch tasks: votes, sums, moments and counts.
 
 Features and scores are drawn instead of computed, as light boards run nothing. Sums of them are made by the functions
 by which agents make theirs: once for a task, then moved by the board's number, so that no two boards send the same.
@@ -24,7 +24,7 @@ from fedquilt.models.stitching.device_statistics import FitAsk
 from fedquilt.models.stitching.scoring import ScoreAsk
 from fedquilt.models.stitching.stitched import Block, Donor, Stock
 from fedquilt.models.stitching.taps import CountAsk, GatherAsk
-from fedquilt.tools.bench.protocol_boards import EXAMPLES, Sent, sent, step
+from fedquilt.tools.bench.protocol_boards import EXAMPLES, Sent, model_shift, update_from_blobs
 
 LABELS: Final = 10
 SIDE: Final = 4  # of the blocks' maps
@@ -34,10 +34,6 @@ ROWS: Final = 80  # images of a board at whose features of all donors it looks, 
 
 
 def write(folder: Path, features: int = SMALL) -> None:
-    """Write the bundle of a job: two donors of three blocks each, with so many features together, in eights.
-
-    Their graphs are no graphs, as nobody runs them.
-    """
     blocks = {}
     for donor in DONORS:
         shapes = ((1, 2 * SIDE, 2 * SIDE), *((c, SIDE, SIDE) for c in (features // 8, features // 8 * 3)), (LABELS,))
@@ -47,35 +43,35 @@ def write(folder: Path, features: int = SMALL) -> None:
     donors = {donor: Donor(tuple(f"{donor}.{i}" for i in range(3)), LABELS) for donor in DONORS}
     shown: inputs.Table = {"channels": 1, "size": 2 * SIDE, "mean": (0.0,), "std": (1.0,)}
     stock = Stock(shown, tuple(map(str, range(LABELS))), donors, blocks)
-    bundle.write(folder, msgspec.to_builtins(stock), {name: name.encode() for name in blocks})
+    bundle.write_bundle(folder, msgspec.to_builtins(stock), {name: name.encode() for name in blocks})
 
 
 def params(features: int = SMALL) -> dict[str, Any]:
-    """Parameters of a job: with a small graph one partial network is expanded; else donors are joined alone."""
     return {"expansions": int(features == SMALL), "score_at": "input"}
 
 
 def answer(asked: Mapping[str, Any], number: int) -> Sent:
-    """A board's answer to a task with these parameters."""
     weight, told = EXAMPLES, {"turn": float(asked["turn"])}
     match asked["phase"]:
         case "score":
             bundles, more = _scores(msgspec.convert(asked, ScoreAsk), number)
             told |= more
         case "fit":
-            bundles = _fits(msgspec.convert(asked, FitAsk), 1 + step(number))
+            bundles = _fits(msgspec.convert(asked, FitAsk), 1 + model_shift(number))
         case "gather":
-            bundles, told["short"] = _moments(msgspec.convert(asked, GatherAsk), 1 + step(number)), 0.0
+            bundles, told["short"] = _moments(msgspec.convert(asked, GatherAsk), 1 + model_shift(number)), 0.0
             weight = int(bundles["moments"]["counts"].sum())
         case "validate":
             bundles = _counts(msgspec.convert(asked, CountAsk), number)
-    return sent({name: tensors.encode(each) for name, each in bundles.items()}, float(weight), told)
+    return update_from_blobs(
+        {name: tensors.encode_tensors(each) for name, each in bundles.items()}, float(weight), told
+    )
 
 
 def _scores(ask: ScoreAsk, number: int) -> tuple[dict[str, Tensors], dict[str, float]]:
     values = np.random.default_rng((ask.turn, number)).random(len(ask.pool))
     level = np.zeros(len(ask.pool), np.int64)
-    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
+    picks, explored = vote.choose_picks(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
     given = {"screen": values, "score": values, "level": level, "picks": np.array(picks, np.int64)}
     return {"scores": given}, {"score": float(values.max()), "explored": float(explored), "doubtful": 0.0}
 
@@ -94,7 +90,7 @@ def _fits(ask: FitAsk, by: float) -> dict[str, Tensors]:
 def _junction(seed: int, p: int, shape: tuple[int, ...], bias: bool) -> least_squares.Moments:
     roll = np.random.default_rng(seed)
     x, y = (roll.random((EXAMPLES * prod(shape[1:]), c), np.float32) for c in (p, shape[0]))
-    return least_squares.moments(x, y, bias)
+    return least_squares.compute_moments(x, y, bias)
 
 
 def _moments(ask: GatherAsk, by: float) -> dict[str, Tensors]:
@@ -107,7 +103,7 @@ def _moments(ask: GatherAsk, by: float) -> dict[str, Tensors]:
 def _features(seed: int, width: int, labels: int) -> class_moments.Part:
     rows = EXAMPLES if width < ROWS * EXAMPLES else ROWS
     z = np.random.default_rng(seed).random((rows, width), np.float32)
-    return class_moments.part(z, np.arange(rows) % labels, labels)
+    return class_moments.device_moments(z, np.arange(rows) % labels, labels)
 
 
 def _counts(ask: CountAsk, number: int) -> dict[str, Tensors]:

@@ -1,4 +1,4 @@
-"""`fedquilt bench sums`: what exact sums cost beside plain ones in float64.
+"""Benchmark of exact sums against plain float64 sums.
 
 Updates of the size of ResNet-50 are added up by `fedquilt.exact`, and by numpy in float64 in place, which is the least
 that a sum takes; then updates of the small network of `bench coordinator`. The same updates are added up backwards and
@@ -20,7 +20,7 @@ from fedquilt import exact, tensors
 from fedquilt.core import Contribution
 from fedquilt.models.stitching import class_moments
 from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_most, format_figures
 
 ENTRIES: Final = 24_000_000  # 96 MB in float32
 SMALL: Final = ((64, 16), (16,), (16, 10), (10,))  # shapes of the small network's tensors
@@ -37,20 +37,13 @@ MOST_BYTES: Final = 16.0  # an entry: twice a float64
 def measure(
     entries: int = ENTRIES, updates: int = UPDATES, moments: Sequence[tuple[int, int, bool]] = MOMENTS
 ) -> dict[str, Any]:
-    """Measure processor time of an update's sum, bytes of the sum, and whether its bits depend on the order.
-
-    Args:
-        entries: of the large update.
-        updates: number of large updates added up; small ones are 100 times as many.
-        moments: examples of a board, features, and whether they are sent in float64.
-    """
     exact_s, total = _seconds(_exact, entries, range(updates))
     plain_s, _ = _seconds(_plain, entries, range(updates))
     backwards = _seconds(_exact, entries, range(updates)[::-1])[1].value()
     half = updates // 2
     groups = [_seconds(_exact, entries, some)[1] for some in (range(half), range(half, updates))]
     whole = total.value()
-    same = whole.tobytes() == backwards.tobytes() == exact.merge(*groups).value().tobytes()
+    same = whole.tobytes() == backwards.tobytes() == exact.merge_sums(*groups).rounded_value().tobytes()
     return {
         "entries": entries,
         "exact_ns": 1e9 * exact_s / entries,
@@ -58,14 +51,13 @@ def measure(
         "small_us": {"exact": _small_us(_exact), "plain": _small_us(_plain)},
         "moments": [_moments(*each) for each in moments],
         "figures": {
-            "bytes_an_entry": figure(sum(limb.nbytes for limb in total.limbs) / entries, MOST_BYTES, "bytes"),
-            "orders_and_groups_with_other_bits": figure(float(not same), 0.0, ""),
+            "bytes_an_entry": compare_at_most(sum(limb.nbytes for limb in total.limbs) / entries, MOST_BYTES, "bytes"),
+            "orders_and_groups_with_other_bits": compare_at_most(float(not same), 0.0, ""),
         },
     }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result as text."""
     small = result["small_us"]
     return [
         f"an update of {4e-6 * result['entries']:.0f} MB: {result['exact_ns']:.1f} ns an entry, "
@@ -76,29 +68,28 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"summed {each['sum_mb']:.2f}; {each['added_ms']:.1f} ms, by a product {each['merged_ms']:.1f}"
             for each in result["moments"]
         ),
-        *figure_lines(result),
+        *format_figures(result),
     ]
 
 
 def _moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
-    """Bytes of a board's moments and of their sum, and processor time of a board, added up exactly and by factors."""
     roll, updates = np.random.default_rng(0), []
     for board in range(-(-features // examples) + 1):  # so many are merged at once
         z = np.maximum(roll.normal(size=(examples, features)), 0).astype(np.float32)
-        part = class_moments.part(z, roll.integers(0, LABELS, examples), LABELS)
+        part = class_moments.device_moments(z, roll.integers(0, LABELS, examples), LABELS)
         given = {"moments": class_moments.to_tensors(part, exactly)}
         updates.append(Contribution(f"board-{board}", 0, float(examples), {}, given))
     begun = time.process_time()
-    total = functools.reduce(Gathering.plus, updates, Gathering())
-    total.value()
+    total = functools.reduce(Gathering.add_update, updates, Gathering())
+    total.total_sums()
     between = time.process_time()
-    class_moments.merge([], [class_moments.unpacked(update.bundles["moments"]) for update in updates])
+    class_moments.merge_moments([], [class_moments.unpack_tensors(update.bundles["moments"]) for update in updates])
     ended = time.process_time()
-    limbs = [limb for each in total.added().sums.values() for limb in each.limbs]
+    limbs = [limb for each in total.sum_parts().sums.values() for limb in each.limbs]
     return {
         "examples": examples,
         "features": features,
-        "update_mb": len(tensors.encode(updates[0].bundles["moments"])) / 1e6,
+        "update_mb": len(tensors.encode_tensors(updates[0].bundles["moments"])) / 1e6,
         "sum_mb": sum(limb.nbytes for limb in limbs) / 1e6,
         "added_ms": 1e3 * (between - begun) / len(updates),
         "merged_ms": 1e3 * (ended - between) / len(updates),
@@ -106,7 +97,6 @@ def _moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
 
 
 def _seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates: range) -> tuple[float, Any]:
-    """Least processor time of one update, the first apart, and the sum of all."""
     took: list[float] = []
     total = None
     for weight, update in _updates(entries, updates):
@@ -123,7 +113,7 @@ def _updates(entries: int, which: range) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def _exact(total: exact.Total | None, update: np.ndarray, weight: float) -> exact.Total:
-    return exact.add(total, update, weight)
+    return exact.add_to_sum(total, update, weight)
 
 
 def _plain(total: np.ndarray | None, update: np.ndarray, weight: float) -> np.ndarray:
@@ -134,7 +124,6 @@ def _plain(total: np.ndarray | None, update: np.ndarray, weight: float) -> np.nd
 
 
 def _small_us(add: Callable[[Any, np.ndarray, float], Any]) -> float:
-    """Microseconds of processor time of an update of small tensors."""
     update = [np.full(shape, 0.1, np.float32) for shape in SMALL]
     once = functools.partial(_all, add, update)
     totals = once([None] * len(update))

@@ -1,1 +1,1 @@
-"""Tools for one board: hold its clocks, measure it, record its profile."""
+"""Tools for one board: clock control, measurement and profile recording."""

@@ -1,4 +1,4 @@
-"""Small tasks of each kind, for `fedquilt record` and `fedquilt bench costs`: what an engine's work costs here.
+"""Short tasks that show the rates and overheads of the engines on this machine.
 
 A workload is an engine and a kind of network. Its probes differ in arithmetic, traffic, launches and size of a
 mini-batch, so that their times tell the four rates of `fedquilt.cost_model` apart. They go through the engine's own
@@ -44,26 +44,25 @@ SEED: Final = 0
 
 
 class Probe(NamedTuple):
-    """One task: its work, all counts of it totals, and what carries it out."""
+    """A task with known totals of work, and the function that runs the task."""
 
     work: Work
     run: Callable[[], Any]
 
 
-def available() -> dict[str, list[Probe]]:
-    """Probes by workload, of the engines that are installed."""
-    found = {"numpy-dense": dense("numpy")}
+def build_probes() -> dict[str, list[Probe]]:
+    found = {"numpy-dense": dense_probes("numpy")}
     if importlib.util.find_spec("torch"):
-        found |= {"torch-dense": dense("torch"), "torch-conv": convolutional()}
+        found |= {"torch-dense": dense_probes("torch"), "torch-conv": convolution_probes()}
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        found["onnx-score"] = scored()
+        found["onnx-score"] = scoring_probes()
     return found
 
 
-def rates(probes: Sequence[Probe], seconds: Sequence[float]) -> Rates:
-    """The four rates that fit the probes' times best; one that their times do not show is left out."""
+def fit_rates(probes: Sequence[Probe], seconds: Sequence[float]) -> Rates:
+    """Fit four non-negative rates to the times of the probes. A rate without effect is None."""
     counts = [(each.work.tasks, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
-    task, launch, flop, byte = fit.positive(counts, seconds)
+    task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
     return Rates(
         flops_per_s=1 / flop if flop else None,
         bytes_per_s=1 / byte if byte else None,
@@ -72,37 +71,39 @@ def rates(probes: Sequence[Probe], seconds: Sequence[float]) -> Rates:
     )
 
 
-def dense(engine_name: str) -> list[Probe]:
-    """Trainings of perceptrons."""
-    engine = made(engine_name)
+def dense_probes(engine_name: str) -> list[Probe]:
+    engine = make_engine(engine_name)
     found = []
     for inputs, hidden, count, batch in DENSE:
         network = {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": CLASSES}
         x = np.random.default_rng(SEED).standard_normal((count, inputs), np.float32)
-        start = drawn.weights(network, SEED)
-        found.append(training(engine, network, start, drawn.costs(network), x, batch))
+        start = drawn.initial_weights(network, SEED)
+        found.append(training_probe(engine, network, start, drawn.costs_by_layer(network), x, batch))
     return found
 
 
-def convolutional() -> list[Probe]:
-    """Trainings of convolutional networks, by torch."""
+def convolution_probes() -> list[Probe]:
     from fedquilt.models.networks import layer_costs as traced
 
-    engine = made("torch")
+    engine = make_engine("torch")
     found = []
     for name, settings, pixels, count, batch in CONV:
         channels = settings["channels"]
         seen = {"channels": channels, "size": pixels, "mean": [0.5], "std": [0.25]}
         network = {"name": name, **settings, "classes": CLASSES, "input": seen}
-        model = registry.load(network, seed=SEED)
+        model = registry.load_network(network, seed=SEED)
         start = {key: value.numpy() for key, value in model.state_dict().items()}
         shape = (count, pixels, pixels, channels) if channels > 1 else (count, pixels, pixels)
         x = np.random.default_rng(SEED).integers(0, 256, shape, np.uint8)
-        found.append(training(engine, network, start, traced.trace(model, (channels, pixels, pixels)), x, batch))
+        found.append(
+            training_probe(
+                engine, network, start, traced.trace_layer_costs(model, (channels, pixels, pixels)), x, batch
+            )
+        )
     return found
 
 
-def training(
+def training_probe(
     engine: Any,
     network: Mapping[str, Any],
     start: Mapping[str, np.ndarray],
@@ -110,60 +111,57 @@ def training(
     x: np.ndarray,
     batch: int,
 ) -> Probe:
-    """One epoch of SGD on these examples, whose classes are drawn."""
     own = Examples(x, np.random.default_rng(SEED).integers(0, CLASSES, len(x)))
-    each = layer_costs.training(layers, start)
-    moved = layer_costs.learned(start, start.keys())
-    work = layer_costs.work(each, {"batch": batch}, moved, tensors.total_bytes([start])).on(len(x))
+    each = layer_costs.training_cost(layers, start)
+    moved = layer_costs.trained_tensor_bytes(start, start.keys())
+    work = layer_costs.training_work(each, {"batch": batch}, moved, tensors.total_bytes([start])).total_for_examples(
+        len(x)
+    )
     settings = Fit(batch=batch, lr=1e-3)
     return Probe(work, lambda: engine.train(network, start, own, settings, np.random.default_rng(SEED)))
 
 
-def scored() -> list[Probe]:
-    """Inverted residual blocks (MobileNet's) on ONNX Runtime, with the Gram matrices that score their outputs."""
+def scoring_probes() -> list[Probe]:
     from fedquilt.models.stitching import block_runner, orders, scoring
     from fedquilt.models.stitching.activations import InMemory
 
     folder = Path(tempfile.mkdtemp(prefix="fedquilt-probes-"))
-    site = _Place(made("onnx"), folder)
+    site = _Place(make_engine("onnx"), folder)
     found = []
     for channels, pixels, count in SCORED:
-        block = _block(channels, pixels, folder)
-        x = InMemory.of(np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32))
+        block = _write_block(channels, pixels, folder)
+        x = InMemory.from_array(
+            np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
+        )
 
         def run(block: Any = block, x: Any = x, count: int = count) -> None:
             flow: Any = block_runner.Flow(site, [block], block.flops)  # type: ignore[arg-type]
-            scoring.gram(flow.block(block, x), count, "flatten")
+            scoring.stack_gram(flow.block(block, x), count, "flatten")
 
-        found.append(Probe(orders.cost([(block, 1.0)], 0).on(count), run))
+        found.append(Probe(orders.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
         run()  # sessions are kept from task to task
     return found
 
 
 class _Place(NamedTuple):
-    """What running blocks needs of a `fedquilt.core.Site`."""
-
+    # the part of `fedquilt.core.Site` that running blocks needs
     engine: Any
     cache: Path
     budget_bytes: int = 1 << 40
 
     def path(self, name: str) -> Path:
-        """File of a graph."""
         return self.cache / name
 
-    def progress(self, fraction: float) -> None:
-        """Nobody is told."""
+    def progress(self, fraction: float) -> None: ...
 
 
-def made(name: str) -> Any:
-    """An engine with all the memory that it asks for."""
+def make_engine(name: str) -> Any:
     from fedquilt.edge_agent import engines
 
-    return engines.make(name, 1 << 40)
+    return engines.create_engine(name, 1 << 40)
 
 
-def _block(channels: int, pixels: int, folder: Path) -> Any:
-    """An inverted residual block as an ONNX file, and its facts."""
+def _write_block(channels: int, pixels: int, folder: Path) -> Any:
     from onnx import TensorProto, helper, numpy_helper
 
     from fedquilt.models.stitching.stitched import Block

@@ -1,4 +1,4 @@
-"""`fedquilt record`: measure a profile on the board it runs on, fit the model, and write both as TOML."""
+"""Recording of a board's profile: measurement, model fit and TOML file (`fedquilt record`)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ AllErrors: TypeAlias = tuple[fit.Errors | None, fit.Errors | None, fit.Errors | 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of the board that need no measurement."""
-
     board: str
     memory_bytes: int
     told: str  # kernel, versions, date, load: for the source's text
@@ -42,7 +40,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Result:
-    """A profile, and how well its model fits what was measured."""
+    """A profile, its measurements, and the errors of the fitted model."""
 
     board: Board
     recording: Recording
@@ -62,46 +60,58 @@ def main(
     format: str = "text",
     say: Callable[[str], None] = print,
 ) -> int:
-    """Measure this board and write its profile; 0 when every chosen point was measured, else 1.
+    """Measure this board and write its profile. Return 0, or 1 if points were skipped.
 
-    `root` is where `proc` and `sys` are: in a container, where the host's are mounted.
+    `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
 
     Raises:
-        JobError: a point that is none, or points without anything that sets clocks.
-        ClockError: not one point could be measured.
-        StoreError: the file cannot be written.
+        JobError: If a point is invalid, or points are given without a clock helper.
+        ClockError: If all points failed.
+        StoreError: If the file cannot be written.
     """
     if out is not None:
-        disk.ready(out)  # before minutes of measuring
+        disk.make_output_folder(out)  # before minutes of measuring
     clocks = Clocks.connect(socket)
     try:
-        device = devices.make("auto", root, connect=lambda: None)
-        told = () if clocks is None else clocks.status().clocks
-        lists = listed(told)
+        device = devices.create_device("auto", root, connect=lambda: None)
+        told = () if clocks is None else clocks.request_status().clocks
+        lists = common_settings(told)
         if not lists and named:
             raise JobError(f"points cannot be chosen: no clock helper at {socket}, or it lists no clocks")
-        points = [typed.point(name) for name in named] if named else measure.chosen(measure.candidates(permitted(told)))
+        points = (
+            [typed.parse_point(name) for name in named]
+            if named
+            else measure.select_points(measure.candidate_points(permitted_settings(told)))
+        )
         if dry_run:
             plan = [point.name for point in points] or [measure.OWN]
-            say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode() if format == "json" else _plan(plan))
+            say(
+                msgspec.json.encode({"points": plan, "minutes": minutes}).decode()
+                if format == "json"
+                else _format_plan(plan)
+            )
             return 0
-        work, probed = workloads.best(), probes.available()
+        work, probed = workloads.build_workload(), probes.build_probes()
         load = f"{os.getloadavg()[0]:.1f} other"
-        rig = measure.Rig(work, device.read, clocks if lists else None, time.monotonic, time.sleep, probed)
+        rig = measure.Rig(work, device.read_sensors, clocks if lists else None, time.monotonic, time.sleep, probed)
         quiet = format == "json"
-        recording = measure.measure(rig, points, 60 * minutes, (lambda line: None) if quiet else say)
+        recording = measure.measure_points(rig, points, 60 * minutes, (lambda line: None) if quiet else say)
     finally:
         if clocks is not None:
             clocks.close()
-    result = profile(recording, Facts(device.board, device.memory_bytes, _told(work, load)), lists)
+    result = build_profile(recording, Facts(device.board, device.memory_bytes, _describe_setup(work, load)), lists)
     path = out or Path(f"{result.board.board}.toml")
-    disk.write(path, write.text(result.board))
-    say(msgspec.json.encode(table(result, path)).decode() if quiet else "\n".join([*lines(result), _next(path)]))
+    disk.write_output(path, write.format_board(result.board))
+    say(
+        msgspec.json.encode(to_report(result, path)).decode()
+        if quiet
+        else "\n".join([*format_result(result), _format_next_step(path)])
+    )
     return 1 if recording.skipped else 0
 
 
-def listed(clocks: Sequence[Clock]) -> Lists:
-    """Settings common to all clocks of a kind, by axis, rising; axes without any are left out."""
+def common_settings(clocks: Sequence[Clock]) -> Lists:
+    """Return the settings common to all clocks of a kind, ascending, by axis."""
     found: Lists = {}
     for kind, axis in KINDS.items():
         each = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
@@ -110,21 +120,21 @@ def listed(clocks: Sequence[Clock]) -> Lists:
     return found
 
 
-def permitted(clocks: Sequence[Clock]) -> Lists:
-    """As `listed`, without settings beyond the owner's bounds, such as the caps of the present power mode."""
+def permitted_settings(clocks: Sequence[Clock]) -> Lists:
+    """Return the common settings within the owner's bounds, such as caps of the power mode."""
 
-    def within(clock: Clock) -> Clock:
+    def limit_clock(clock: Clock) -> Clock:
         most = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
         return msgspec.structs.replace(clock, listed_hz=tuple(hz for hz in clock.listed_hz if hz <= most))
 
-    return listed([within(clock) for clock in clocks])
+    return common_settings([limit_clock(clock) for clock in clocks])
 
 
-def profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
-    """The profile: points as they were measured and, with enough of them, clocks and model.
+def build_profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
+    """Build a profile from measured points, with a model if there are enough points.
 
     Raises:
-        ClockError: not one point could be measured.
+        ClockError: If no point was measured.
     """
     done = recording.points
     if not done:
@@ -132,103 +142,104 @@ def profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
         raise ClockError(f"nothing could be measured ({why}): give it more --minutes, or let the board cool")
     sources = {
         HOST: Source("measured", f"MemTotal of /proc/meminfo on the board itself. {facts.told}"),
-        MEASURED: Source("measured", _how(recording, facts)),
+        MEASURED: Source("measured", _describe_method(recording, facts)),
     }
     top = {axis: values[-1] for axis, values in lists.items()}
     varying = [axis for axis in top if len({getattr(each.point, axis) or top[axis] for each in done}) > 1]
     model, clocks = None, None
     errors: AllErrors = (None, None, None)
     if varying and len(done) >= len(varying) + 2:
-        model, errors = _model(recording, top)
+        model, errors = _fit_model(recording, top)
         axes = {axis: Steps(values, LISTED) for axis, values in lists.items()}
         clocks = profiles.Clocks(**axes)
         sources[LISTED] = Source("measured", "What the board's own clock files list, as the clock helper told it.")
-        sources[FITTED] = Source("measured", _fit_text(len(done), errors))
+        sources[FITTED] = Source("measured", _describe_fit(len(done), errors))
     board = Board(
         board=_slug(facts.board),
         title=facts.board[:200],
         memory_bytes=Figure(facts.memory_bytes, HOST),
-        idle_w=_figure(recording.idle_w, MEASURED),
+        idle_w=_to_figure(recording.idle_w, MEASURED),
         sources=sources,
         clocks=clocks,
         model=model,
-        workloads=_workloads(recording, top if model is not None else {}),
-        points=tuple(_as_point(each.point) for each in done),
+        workloads=_fit_workloads(recording, top if model is not None else {}),
+        points=tuple(_to_profile_point(each.point) for each in done),
     )
     return Result(board, recording, *errors)
 
 
-def _model(recording: Recording, top: dict[str, float]) -> tuple[profiles.Model, AllErrors]:
-    def seen(value: Callable[[OperatingPoint], float | None]) -> list[fit.Seen]:
-        each = [(measure.clocks_of(done.point), value(done.point)) for done in recording.points]
+def _fit_model(recording: Recording, top: dict[str, float]) -> tuple[profiles.Model, AllErrors]:
+    def observations(value: Callable[[OperatingPoint], float | None]) -> list[fit.Seen]:
+        each = [(measure.clocks_by_axis(done.point), value(done.point)) for done in recording.points]
         return [fit.Seen(clocks, known) for clocks, known in each if known]
 
-    times, time_errors = fit.inverse(seen(lambda point: 1 / (point.flops_per_s or 1.0)), top)
-    traffic, traffic_errors = fit.inverse(seen(lambda point: 1 / (point.bytes_per_s or 1.0)), top)
+    times, time_errors = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)
+    traffic, traffic_errors = fit.fit_time_law(observations(lambda point: 1 / (point.bytes_per_s or 1.0)), top)
     numbers = {"flop_s": times.fixed_s, "byte_s": traffic.fixed_s}
     for axis in laws.AXES:
         numbers[f"flop_{axis[:-3]}_cycles"] = times.cycles.get(axis, 0.0)
         numbers[f"byte_{axis[:-3]}_cycles"] = traffic.cycles.get(axis, 0.0)
     power_errors = None
-    powers = seen(lambda point: point.busy_w)
+    powers = observations(lambda point: point.busy_w)
     if len(powers) == len(recording.points):
-        draw, power_errors = fit.draw(powers, top, recording.idle_w or 0.0)
+        draw, power_errors = fit.fit_power_model(powers, top, recording.idle_w or 0.0)
         numbers |= {"base_w": draw.base_w, "exponent": draw.exponent}
         numbers |= {key: draw.axes_w.get(axis, 0.0) for axis, key in laws.POWERED.items()}
-    figures = {key: _figure(value, FITTED) for key, value in numbers.items() if value > 0}
+    figures = {key: _to_figure(value, FITTED) for key, value in numbers.items() if value > 0}
     return profiles.Model(**figures), (time_errors, traffic_errors, power_errors)
 
 
-def _workloads(recording: Recording, top: dict[str, float]) -> dict[str, profiles.Times]:
-    """Times of each workload by the board's clocks: fitted where there is a model, else as at the first point."""
+def _fit_workloads(recording: Recording, top: dict[str, float]) -> dict[str, profiles.Times]:
     found = {}
     for workload in sorted({name for each in recording.points for name in each.point.rates}):
         numbers: dict[str, float] = {}
         seen = [each.point for each in recording.points if workload in each.point.rates]
         for key, unit in profiles.UNITS.items():
-            known = [(measure.clocks_of(point), _each_s(getattr(point.rates[workload], key), key)) for point in seen]
+            known = [
+                (measure.clocks_by_axis(point), _seconds_per_unit(getattr(point.rates[workload], key), key))
+                for point in seen
+            ]
             each_s = [fit.Seen(clocks, value) for clocks, value in known if value]
             if not each_s:
                 continue
-            law = fit.inverse(each_s, top)[0] if top else laws.Inverse(each_s[0].value)
+            law = fit.fit_time_law(each_s, top)[0] if top else laws.Inverse(each_s[0].value)
             numbers[f"{unit}_s"] = law.fixed_s
             numbers |= {f"{unit}_{axis[:-3]}_cycles": count for axis, count in law.cycles.items()}
         source = FITTED if top else MEASURED
-        found[workload] = profiles.Times(**{key: _figure(value, source) for key, value in numbers.items() if value > 0})
+        found[workload] = profiles.Times(
+            **{key: _to_figure(value, source) for key, value in numbers.items() if value > 0}
+        )
     return found
 
 
-def _each_s(value: float | None, key: str) -> float | None:
-    """Seconds of one FLOP, byte, launch or task from a number of `Rates`."""
+def _seconds_per_unit(value: float | None, key: str) -> float | None:
     return 1 / value if value and key.endswith("_per_s") else value
 
 
-def _as_point(point: OperatingPoint) -> Point:
-    clocks = {axis: _figure(getattr(point, axis), MEASURED) for axis in laws.AXES}
-    numbers = {key: _figure(getattr(point, key), MEASURED) for key in profiles.BEHIND}  # rates are in [workloads]
+def _to_profile_point(point: OperatingPoint) -> Point:
+    clocks = {axis: _to_figure(getattr(point, axis), MEASURED) for axis in laws.AXES}
+    numbers = {key: _to_figure(getattr(point, key), MEASURED) for key in profiles.BEHIND}  # rates are in [workloads]
     return Point(name=point.name, **clocks, **numbers)
 
 
-def _figure(value: float | None, source: str) -> Figure | None:
+def _to_figure(value: float | None, source: str) -> Figure | None:
     return None if value is None else Figure(float(f"{value:.12g}"), source)
 
 
 def _slug(name: str) -> str:
-    """A board's name as a file's: "NVIDIA Jetson TX2" -> "nvidia-jetson-tx2"."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:64] or "board"
 
 
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def _told(work: workloads.Workload, load: str) -> str:
-    """When, on which kernel, with which versions, and how busy the machine was otherwise."""
+def _describe_setup(work: workloads.Workload, load: str) -> str:
     versions = {"kernel": platform.release(), "python": platform.python_version(), **work.versions}
     on = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{work.name}; {on}; {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {load} processes ran before."
 
 
-def _how(recording: Recording, facts: Facts) -> str:
+def _describe_method(recording: Recording, facts: Facts) -> str:
     each_s = sum(done.took_s for done in recording.points) / len(recording.points)
     power = "power could not be measured" if recording.power_source is None else f"power: {recording.power_source}"
     skipped = f"; {len(recording.skipped)} more points were skipped" if recording.skipped else ""
@@ -238,21 +249,20 @@ def _how(recording: Recording, facts: Facts) -> str:
     )
 
 
-def _fit_text(count: int, errors: Sequence[fit.Errors | None]) -> str:
+def _describe_fit(count: int, errors: Sequence[fit.Errors | None]) -> str:
     told = [
-        f"{name} off by {_percent(each.median)} (median) and {_percent(each.worst)} (worst)"
+        f"{name} off by {_format_percent(each.median)} (median) and {_format_percent(each.worst)} (worst)"
         for name, each in zip(("time", "traffic", "power"), errors, strict=True)
         if each is not None
     ]
     return f"Fitted to the {count} measured points; at points left out of the fit, one at a time: {'; '.join(told)}."
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "an unknown share" if value is None else f"{100 * value:.1f} %"
 
 
-def lines(result: Result) -> list[str]:
-    """The result for people."""
+def format_result(result: Result) -> list[str]:
     recording = result.recording
     idle = "not measurable here" if recording.idle_w is None else f"{recording.idle_w:.2f} W"
     said = [f"idle power: {idle}"]
@@ -261,16 +271,17 @@ def lines(result: Result) -> list[str]:
     if result.time_errors is None:
         said.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
     else:
-        said += [f"    {each.point.name:28} {_errors(result, place)}" for place, each in enumerate(recording.points)]
+        said += [
+            f"    {each.point.name:28} {_format_errors(result, place)}" for place, each in enumerate(recording.points)
+        ]
         said.append(result.board.sources[FITTED].text)
-        said += trust(result)
-    said += [_rates_text(name, rates) for name, rates in recording.points[0].point.rates.items()]
+        said += describe_accuracy(result)
+    said += [_format_rates(name, rates) for name, rates in recording.points[0].point.rates.items()]
     said += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
     return said
 
 
-def _rates_text(workload: str, rates: Rates) -> str:
-    """What one workload's task costs at the first point."""
+def _format_rates(workload: str, rates: Rates) -> str:
     parts = [f"{(rates.flops_per_s or 0) / 1e9:.3g} GFLOP/s"]
     parts += [f"{rates.bytes_per_s / 1e9:.3g} GB/s"] if rates.bytes_per_s else []
     parts += [f"{1e6 * rates.launch_s:.3g} us a launch"] if rates.launch_s else []
@@ -281,8 +292,7 @@ def _rates_text(workload: str, rates: Rates) -> str:
 TRUST: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left out of the fit
 
 
-def trust(result: Result) -> list[str]:
-    """How far to trust the model at points that were not measured: by its errors at those left out of the fit."""
+def describe_accuracy(result: Result) -> list[str]:
     said = []
     for name, errors in (
         ("time", result.time_errors),
@@ -297,28 +307,28 @@ def trust(result: Result) -> list[str]:
         word = next((word for limit, word in TRUST if errors.worst <= limit), "badly")
         advice = "" if word != "badly" else ": measure the points that you need by --points"
         said.append(
-            f"{name}: the model holds {word} elsewhere, within {_percent(errors.worst)} at every point left out{advice}"
+            f"{name}: the model holds {word} elsewhere, within {_format_percent(errors.worst)} at every point "
+            f"left out{advice}"
         )
     return said
 
 
-def _errors(result: Result, place: int) -> str:
-    """The model at one point against what was measured there: fitted, and left out."""
-
-    def percent(value: float | None) -> str:
+def _format_errors(result: Result, place: int) -> str:
+    def format_percent(value: float | None) -> str:
         return "?" if value is None else f"{100 * value:+.1f} %"
 
     parts = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
     known = [(name, each) for name, each in parts if each is not None]
-    return ", ".join(f"{n} {percent(e.fitted[place])} (left out {percent(e.left_out[place])})" for n, e in known)
+    return ", ".join(
+        f"{n} {format_percent(e.fitted[place])} (left out {format_percent(e.left_out[place])})" for n, e in known
+    )
 
 
-def table(result: Result, path: Path) -> dict[str, Any]:
-    """The result for programs."""
+def to_report(result: Result, path: Path) -> dict[str, Any]:
     recording = result.recording
     errors = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
 
-    def point(place: int, each: Measured) -> dict[str, Any]:
+    def report_point(place: int, each: Measured) -> dict[str, Any]:
         off = {name: e.left_out[place] for name, e in errors if e is not None}
         return {**msgspec.to_builtins(each.point), "units": each.units, "took_s": each.took_s, "left_out": off}
 
@@ -327,16 +337,16 @@ def table(result: Result, path: Path) -> dict[str, Any]:
         "board": result.board.board,
         "idle_w": recording.idle_w,
         "power_source": recording.power_source,
-        "points": [point(place, each) for place, each in enumerate(recording.points)],
+        "points": [report_point(place, each) for place, each in enumerate(recording.points)],
         "skipped": [{"point": name, "why": reason} for name, reason in recording.skipped],
         "error": {name: {"median": e.median, "worst": e.worst} for name, e in errors if e is not None},
         "took_s": recording.took_s,
     }
 
 
-def _plan(points: Sequence[str]) -> str:
+def _format_plan(points: Sequence[str]) -> str:
     return "\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in points)])
 
 
-def _next(path: Path) -> str:
+def _format_next_step(path: Path) -> str:
     return f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'

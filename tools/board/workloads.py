@@ -1,4 +1,4 @@
-"""Units of work for `fedquilt record`: of the kind that tasks are made of, on the engine that is there."""
+"""Units of work for `fedquilt record`, on the installed engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED: Final = 0
 
 @dataclass(frozen=True)
 class Workload:
-    """Two functions to be timed: arithmetic that hardly waits for memory, and memory traffic alone."""
+    """Two functions to be timed, one bound by arithmetic and one by memory traffic."""
 
     name: str  # what is timed, in words
     flops: float  # of one `compute`
@@ -29,27 +29,27 @@ class Workload:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def best() -> Workload:
-    """float32 convolutions on ONNX Runtime, on the GPU if it has one; without it, matrix products of numpy."""
+def build_workload() -> Workload:
+    """Build a workload of ONNX Runtime convolutions, or of numpy matrix products without the engine."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
 
-    def traffic() -> None:
+    def copy_memory() -> None:
         np.copyto(target, source)
 
     versions = {"numpy": np.__version__}
     try:
-        name, compute = _convolutions()
+        name, compute = _build_convolutions()
     except ImportError:
         rng = np.random.default_rng(SEED)
         a, b = (rng.standard_normal((SIDE, SIDE), np.float32) for _ in range(2))
         return Workload(
-            "float32 matrix products of numpy", 2.0 * SIDE**3, lambda: a @ b, 2 * COPIED_BYTES, traffic, versions
+            "float32 matrix products of numpy", 2.0 * SIDE**3, lambda: a @ b, 2 * COPIED_BYTES, copy_memory, versions
         )
-    versions["onnxruntime"] = importlib.metadata.version("onnxruntime") if _installed("onnxruntime") else "gpu build"
-    return Workload(name, CONV_FLOPS, compute, 2 * COPIED_BYTES, traffic, versions)
+    versions["onnxruntime"] = importlib.metadata.version("onnxruntime") if _is_installed("onnxruntime") else "gpu build"
+    return Workload(name, CONV_FLOPS, compute, 2 * COPIED_BYTES, copy_memory, versions)
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -57,8 +57,7 @@ def _installed(package: str) -> bool:
     return True
 
 
-def _convolutions() -> tuple[str, Callable[[], Any]]:
-    """Raises ImportError where onnx or onnxruntime is not installed."""
+def _build_convolutions() -> tuple[str, Callable[[], Any]]:
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
 
@@ -84,7 +83,7 @@ def _convolutions() -> tuple[str, Callable[[], Any]]:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as the engine does
     available = ort.get_available_providers()
     providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
-    session = onnx_session.session(model.SerializeToString(), options, providers)
+    session = onnx_session.create_session(model.SerializeToString(), options, providers)
     x = rng.standard_normal(shape, np.float32)
     where = session.get_providers()[0].removesuffix("ExecutionProvider")
     return f"float32 convolutions on ONNX Runtime, {where}", lambda: session.run(None, {"x": x})

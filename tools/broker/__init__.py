@@ -1,4 +1,8 @@
-"""`fedquilt broker`, and the broker of demos and tests: amqtt in a thread of its own.
+"""Embedded MQTT broker (amqtt in a thread) for demos, tests and small networks.
+
+The broker supports MQTT 3.1.1 only, stores everything in memory and does not limit its queues. Use Mosquitto for a
+site. An address other than loopback requires a password file: `python -m fedquilt.tools.broker USER` prints a line of
+it.
 
 It speaks MQTT 3.1.1 only, keeps everything in memory and lets clients queue without bound: right for
 one machine or a small network, wrong for a site, where Mosquitto belongs.
@@ -27,14 +31,18 @@ STOP_S = 5.0
 
 
 class EmbeddedBroker:
-    """An MQTT 3.1.1 broker in this process; a context manager, or `start` and `stop`."""
+    """MQTT 3.1.1 broker in this process, as a context manager or by `start` and `stop`.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on, or 0 for a free port.
+        password_file: File of users and argon2 hashes. Without the file, everyone may connect.
+
+    Raises:
+        JobError: If the broker would be open to a network, or the password file is unusable.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, password_file: str | Path | None = None) -> None:
-        """`port` 0 is a free one. Without `password_file` anybody may connect, so only from this machine.
-
-        Raises:
-            JobError: it would be open to a network, or the password file cannot be used.
-        """
         self.host = host
         self.port = port
         self.password_file = None if password_file is None else Path(password_file)
@@ -42,7 +50,7 @@ class EmbeddedBroker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         if self.password_file is not None:
-            _check_passwords(self.password_file)
+            _check_password_file(self.password_file)
         elif not _is_loopback(host):
             raise JobError(
                 f"a broker on {host} is open to the network, so it needs --password-file "
@@ -51,15 +59,14 @@ class EmbeddedBroker:
 
     @property
     def url(self) -> str:
-        """URL of the broker, mqtt://host:port."""
         return f"mqtt://{self.host}:{self.port}"
 
     def start(self) -> EmbeddedBroker:
-        """Listen, in a thread of its own, until `stop`.
+        """Start the broker in a thread, which runs until `stop`.
 
         Raises:
-            JobError: amqtt is not installed.
-            LinkError: the address cannot be listened on, or it does not listen within START_S.
+            JobError: If amqtt is not installed.
+            LinkError: If the address is in use, or the broker does not listen within START_S.
         """
         try:
             from fedquilt.tools.broker.amqtt_fixes import MendedBroker
@@ -70,7 +77,7 @@ class EmbeddedBroker:
         ready = threading.Event()
         failures: list[BaseException] = []
         self._thread = threading.Thread(
-            target=self._run, args=(MendedBroker, ready, failures), name="broker", daemon=True
+            target=self._run_thread, args=(MendedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
         if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held
@@ -85,7 +92,6 @@ class EmbeddedBroker:
         return self
 
     def stop(self) -> None:
-        """Disconnect everybody and end the thread."""
         if self._thread is None or self._loop is None or self._stop is None:
             return
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -102,17 +108,17 @@ class EmbeddedBroker:
 
     # -- in the thread ----------------------------------------------------------------------------
 
-    def _run(
+    def _run_thread(
         self, make: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
     ) -> None:
         try:
-            asyncio.run(self._serve(make, ready))
+            asyncio.run(self._serve_until_stop(make, ready))
         except Exception as error:
             failures.append(error)
         finally:
             ready.set()
 
-    async def _serve(self, make: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
+    async def _serve_until_stop(self, make: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(lambda loop, context: None)  # amqtt leaves tasks of lost clients behind
         auth: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
@@ -137,7 +143,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_passwords(path: Path) -> None:
+def _check_password_file(path: Path) -> None:
     try:
         lines = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
@@ -149,11 +155,11 @@ def _check_passwords(path: Path) -> None:
         )
 
 
-def password_line(user: str, password: str) -> str:
-    """A line of a password file: the user and an argon2 hash, no newline.
+def format_password_line(user: str, password: str) -> str:
+    """Return a line of a password file: the user and an argon2 hash, without a newline.
 
     Raises:
-        JobError: a user's name with a colon or white space, or no password.
+        JobError: If the user's name has a colon or white space, or a value is empty.
     """
     from pwdlib import PasswordHash
     from pwdlib.hashers.argon2 import Argon2Hasher
@@ -163,8 +169,8 @@ def password_line(user: str, password: str) -> str:
     return f"{user}:{PasswordHash((Argon2Hasher(),)).hash(password)}"
 
 
-def serve(host: str, port: int, password_file: str | Path | None = None) -> None:
-    """Run the broker in the foreground until interrupted or terminated; for `fedquilt broker`."""
+def serve_foreground(host: str, port: int, password_file: str | Path | None = None) -> None:
+    """Run the broker until SIGINT or SIGTERM."""
     done = threading.Event()
     with EmbeddedBroker(host, port, password_file) as broker:
         signal.signal(signal.SIGTERM, lambda signum, frame: done.set())
@@ -175,4 +181,4 @@ def serve(host: str, port: int, password_file: str | Path | None = None) -> None
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m fedquilt.tools.broker USER >> PASSWORD_FILE")
-    print(password_line(sys.argv[1], getpass.getpass()))
+    print(format_password_line(sys.argv[1], getpass.getpass()))

@@ -1,4 +1,13 @@
-"""amqtt's broker without the faults that a fleet runs into (read and seen in amqtt 0.12.1).
+"""Corrections of amqtt's broker (faults observed in amqtt 0.12.1).
+
+1. amqtt parses an MQTT 5 CONNECT as one of 3.1.1, reads the properties as a string's length and waits forever.
+   This broker refuses other protocol levels at once.
+2. amqtt sends a new client the retained messages of other clients' subscriptions. This broker sends only those of
+   the client's own.
+3. amqtt iterates over its subscriptions while others subscribe, and then loses the new client's session. This broker
+   iterates over a copy.
+4. The shutdown of amqtt waits forever for clients without a session or with a message in transit. This broker closes
+   connections first.
 
 1. It parses an MQTT 5 CONNECT as one of 3.1.1 before it looks at the level, takes the properties for
    a string's length and waits for ever: refused here as soon as the level is read.
@@ -25,14 +34,14 @@ REFUSED_LEVEL = b"\x20\x02\x00\x01"  # CONNACK of 3.1.1, "unacceptable protocol 
 
 
 class Replayed(StreamReaderAdapter):  # type: ignore[misc]
-    """A stream whose first bytes have been read already."""
+    """A stream with some bytes read ahead."""
 
     def __init__(self, head: bytes, reader: asyncio.StreamReader) -> None:
         super().__init__(reader)
         self._head = head
 
     async def read(self, n: int = -1) -> bytes:
-        """Read up to n bytes, those read ahead first; n < 0: to the end."""
+        """Read up to n bytes, first those read ahead. A negative n reads to the end."""
         if not self._head:
             return await super().read(n)
         if n < 0:
@@ -43,19 +52,16 @@ class Replayed(StreamReaderAdapter):  # type: ignore[misc]
 
 
 class Subscriptions(dict[str, Any]):
-    """A dictionary that may change while it is walked."""
+    """Dictionary that may change during an iteration."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(super().__iter__()))
 
     def items(self) -> Any:
-        """Copy of the items, as amqtt changes the mapping while it iterates."""
         return list(super().items())
 
 
 class MendedBroker(Broker):  # type: ignore[misc]
-    """Broker of amqtt with this file's corrections."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._subscriptions = Subscriptions()
@@ -63,11 +69,10 @@ class MendedBroker(Broker):  # type: ignore[misc]
 
     @property
     def port(self) -> int:
-        """The port it listens on, once started."""
         return int(self._servers["default"].instance.sockets[0].getsockname()[1])
 
     async def shutdown(self) -> None:
-        """Abort open connections, which amqtt would wait for, then shut down."""
+        # amqtt would wait for open connections
         for writer in self._writers:
             writer.transport.abort()
         await super().shutdown()
@@ -75,7 +80,7 @@ class MendedBroker(Broker):  # type: ignore[misc]
     async def stream_connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
     ) -> None:
-        """Refuse other protocol levels than MQTT 3.1.1 with a proper CONNACK, which amqtt does not send."""
+        # amqtt does not answer an unsupported protocol level with a CONNACK
         self._writers.add(writer)
         try:
             head = await reader.readexactly(HEAD)

@@ -1,7 +1,7 @@
-"""`fedquilt dash`: a fleet and its runs in a browser, from what a coordinator has stored.
+"""Web dashboard of a fleet and its runs, based on a coordinator's databases.
 
-It reads the home's databases and writes nothing, unless it is asked to approve, stop or resume a run. Nothing else
-knows of it: it may end at any moment. Pages are this package's own files, and need nothing from elsewhere.
+The dashboard writes nothing, except requests to approve, stop or resume runs. No other process depends on it. All
+pages are files of this package.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ def main(
     say: Callable[[str], None] = print,
     connections: Connections | None = None,
 ) -> None:
-    """Serve the dashboard of a home until the process is told to end.
+    """Serve the dashboard of a home until the process ends.
 
     Args:
-        home: folder of a coordinator, which need not run.
-        listen: HOST:PORT, port 0 for any that is free.
-        actions: whether runs can be approved, stopped and resumed by whoever has the token.
-        names: by which the dashboard may be called besides addresses and localhost.
-        say: prints a line.
-        connections: limits on the connections, or None for those of the home's limits.toml.
+        home: Folder of a coordinator, which need not run.
+        listen: HOST:PORT, with port 0 for any free port.
+        actions: Permit clients with the token to approve, stop and resume runs.
+        names: Permitted host names besides addresses and localhost.
+        say: Function that prints a line.
+        connections: Limits on the connections, or None for those of the home's limits.toml.
 
     Raises:
-        JobError: no such address, one that is taken, a limits.toml that is malformed, or starlette and uvicorn are not
+        JobError: If the address is invalid or in use, limits.toml is malformed, or starlette or uvicorn is not
             installed.
-        StoreError: the token cannot be written.
+        StoreError: If the token cannot be written.
     """
     raise_descriptor_limit()
-    uvicorn: Any = extras.load("uvicorn")
-    extras.load("starlette")
+    uvicorn: Any = extras.load_optional("uvicorn")
+    extras.load_optional("starlette")
     from fedquilt.tools.dash import limited
     from fedquilt.tools.dash.app import Dash
     from fedquilt.tools.dash.guard import Door
     from fedquilt.tools.dash.watch import Watch
 
     connections = Connections(limits.load_limits(home).http) if connections is None else connections
-    with contextlib.closing(_socket(listen)) as place:
+    with contextlib.closing(_open_socket(listen)) as place:
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         door = Door(port=port) if actions else None
@@ -63,13 +63,13 @@ def main(
             write_token(home, door.token)  # before an address is told: this may fail
         say(f"dashboard of {home}: {url}")
         if door is not None:
-            token = f"WORD, the word in {home / TOKEN}" if systemd.journaled() else door.token
+            token = f"WORD, the word in {home / TOKEN}" if systemd.is_journal_stream() else door.token
             say(f"to approve, stop and resume runs, open {url}#token={token}")
 
         async def serve() -> None:
             watch = Watch(home)
             settings = uvicorn.Config(
-                Dash(watch, door, names).app(),
+                Dash(watch, door, names).make_app(),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -84,14 +84,14 @@ def main(
             reads = asyncio.create_task(watch.read_logs())
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
-            closing = asyncio.create_task(_closing(server, watch))
+            closing = asyncio.create_task(_close_watch_on_exit(server, watch))
             late = asyncio.create_task(limited.close_late_connections(connections, server))
             try:
                 await server.serve([place])
             finally:
                 watch.close()
                 await asyncio.gather(poll, reads, closing, late, return_exceptions=True)
-                watch.shut()
+                watch.close_databases()
             poll.result()
             reads.result()
 
@@ -99,15 +99,15 @@ def main(
             asyncio.run(serve())
 
 
-async def _closing(server: Any, watch: Any) -> None:
-    """End the connections of those who watch as soon as the server is to end, which waits for them."""
+async def _close_watch_on_exit(server: Any, watch: Any) -> None:
+    # the server waits for the event streams, which end when the watcher is closed
     while not server.should_exit:
         await asyncio.sleep(0.2)
     watch.close()
 
 
-def _socket(listen: str) -> socket.socket:
-    host, port = open_metrics.address(listen)
+def _open_socket(listen: str) -> socket.socket:
+    host, port = open_metrics.parse_address(listen)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         place = socket.socket(family)
@@ -124,10 +124,10 @@ def _socket(listen: str) -> socket.socket:
 
 
 def write_token(home: Path, token: str) -> None:
-    """Write the token of this start into the home, where nobody else can read it from its first byte.
+    """Write the token into the home with permissions for this user only.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If the file cannot be written.
     """
     with disk.doing(f"write {home / TOKEN}"):
-        disk.PRIVATE.put(home / TOKEN, f"{token}\n".encode(), durable=False)
+        disk.PRIVATE.write_atomically(home / TOKEN, f"{token}\n".encode(), durable=False)

@@ -1,4 +1,4 @@
-"""The dashboard's addresses: pages and their files, values as JSON, changes as they come, and three things to do."""
+"""HTTP interface of the dashboard: pages, JSON values, an event stream and actions."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Told = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class Dash:
-    """Answers of one dashboard.
+    """Web application of one dashboard.
 
     Args:
-        watch: of its home.
-        door: what requests to do something need; None: nothing can be done.
-        names: by which it may be called besides addresses and localhost.
+        watch: Watcher of the home.
+        door: Access policy for actions, or None to permit no actions.
+        names: Permitted host names besides addresses and localhost.
     """
 
     def __init__(self, watch: Watch, door: Door | None = None, names: Collection[str] = ()) -> None:
@@ -57,51 +57,72 @@ class Dash:
         self._files = {f"/static/{digest}/{name}": body for name, body in files.items()}
         self._shell = (folder / "index.html").read_bytes().replace(b"{static}", f"/static/{digest}".encode())
 
-    def app(self) -> ASGIApp:
-        """The application; every answer passes its guard."""
+    def make_app(self) -> ASGIApp:
         shells = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
         routes = [
-            *(Route(path, self._page) for path in shells),
-            Route("/static/{digest}/{name}", self._file),
-            Route("/api/fleet", self._json(lambda r: pages.fleet(self._watch, _query(r)))),
-            Route("/api/boards/{name}", self._json(lambda r: pages.board(self._watch, _word(r, "name"), _query(r)))),
-            Route("/api/runs", self._json(lambda r: pages.runs(self._watch, _query(r)))),
-            Route("/api/runs/{run}", self._json(lambda r: pages.run_values(self._watch, _word(r, "run")))),
-            Route("/api/runs/{run}/why", self._json(lambda r: pages.reasons(self._watch, _word(r, "run"), _query(r)))),
-            Route("/api/runs/{run}/report", self._report),
-            Route("/api/runs/{run}/{what:str}", self._act, methods=["POST"]),
-            Route("/api/rollouts", self._json(lambda r: rollouts.listed(self._watch))),
-            Route("/api/rollouts/{rollout}", self._json(lambda r: rollouts.one(self._watch, _word(r, "rollout")))),
-            Route("/api/rollouts/{rollout}/{what:str}", self._steer, methods=["POST"]),
-            Route("/api/log", self._json(lambda r: pages.lines(self._watch, _query(r)))),
-            Route("/api/events", self._events),
-            Route("/api/session", self._session, methods=["GET", "POST"]),
+            *(Route(path, self._serve_page) for path in shells),
+            Route("/static/{digest}/{name}", self._serve_file),
+            Route("/api/fleet", self._make_json_handler(lambda r: pages.load_fleet_page(self._watch, _parse_query(r)))),
+            Route(
+                "/api/boards/{name}",
+                self._make_json_handler(
+                    lambda r: pages.load_device_page(self._watch, _get_path_parameter(r, "name"), _parse_query(r))
+                ),
+            ),
+            Route("/api/runs", self._make_json_handler(lambda r: pages.load_runs_page(self._watch, _parse_query(r)))),
+            Route(
+                "/api/runs/{run}",
+                self._make_json_handler(lambda r: pages.load_run_page(self._watch, _get_path_parameter(r, "run"))),
+            ),
+            Route(
+                "/api/runs/{run}/why",
+                self._make_json_handler(
+                    lambda r: pages.load_round_page(self._watch, _get_path_parameter(r, "run"), _parse_query(r))
+                ),
+            ),
+            Route("/api/runs/{run}/report", self._serve_report),
+            Route("/api/runs/{run}/{what:str}", self._control_run, methods=["POST"]),
+            Route("/api/rollouts", self._make_json_handler(lambda r: rollouts.load_rollouts(self._watch))),
+            Route(
+                "/api/rollouts/{rollout}",
+                self._make_json_handler(
+                    lambda r: rollouts.load_rollout(self._watch, _get_path_parameter(r, "rollout"))
+                ),
+            ),
+            Route("/api/rollouts/{rollout}/{what:str}", self._control_rollout, methods=["POST"]),
+            Route("/api/log", self._make_json_handler(lambda r: pages.load_log_page(self._watch, _parse_query(r)))),
+            Route("/api/events", self._serve_events),
+            Route("/api/session", self._serve_session, methods=["GET", "POST"]),
         ]
-        handlers: dict[Any, Any] = {HTTPException: _http, FedquiltError: _failed, Exception: _odd}
+        handlers: dict[Any, Any] = {
+            HTTPException: _handle_http_error,
+            FedquiltError: _handle_fedquilt_error,
+            Exception: _handle_unexpected_error,
+        }
         return Guarded(Starlette(routes=routes, exception_handlers=handlers), self._names)
 
     # -- pages --
 
-    async def _page(self, request: Request) -> Response:
+    async def _serve_page(self, request: Request) -> Response:
         return Response(self._shell, media_type="text/html", headers={"cache-control": "no-cache"})
 
-    async def _file(self, request: Request) -> Response:
+    async def _serve_file(self, request: Request) -> Response:
         body = self._files.get(request.url.path)
         if body is None:
             raise HTTPException(404)
         kind = KINDS[request.url.path[request.url.path.rindex(".") :]]
         return Response(body, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"})
 
-    async def _report(self, request: Request) -> Response:
-        found = await self._watch.follower(_word(request, "run"))
-        summary = await self._watch.aside(found.summary)
-        page = await self._reports.page(found.row.id, f"{summary['done']} {found.row.status}")
+    async def _serve_report(self, request: Request) -> Response:
+        found = await self._watch.load_follower(_get_path_parameter(request, "run"))
+        summary = await self._watch.run_in_reader_thread(found.make_summary)
+        page = await self._reports.get_page(found.row.id, f"{summary['done']} {found.row.status}")
         return Response(page, media_type="text/html", headers={**guard.REPORT, "cache-control": "no-cache"})
 
     # -- values --
 
-    def _json(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+    def _make_json_handler(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
+        async def handle_request(request: Request) -> Response:
             key, stamp = f"{request.url.path}?{request.url.query}", dict(self._watch.changes)
             kept = self._answers.pop(key, None)
             if kept is None or kept[0] != stamp or time.monotonic() > kept[1] + ANSWER_S:
@@ -109,99 +130,97 @@ class Dash:
             while len(self._answers) >= ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._answers[key] = kept
-            return _values(kept[2])
+            return _make_json_response(kept[2])
 
-        return answer
+        return handle_request
 
-    async def _events(self, request: Request) -> Response:
-        async def told() -> AsyncIterator[bytes]:
-            async with aclosing(self._watch.news()) as news:
+    async def _serve_events(self, request: Request) -> Response:
+        async def encode_changes() -> AsyncIterator[bytes]:
+            async with aclosing(self._watch.iterate_changes()) as news:
                 async for changes in news:
-                    yield _event(changes)
+                    yield _encode_event(changes)
 
-        return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(
+            encode_changes(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
 
     # -- what can be done --
 
-    async def _session(self, request: Request) -> Response:
+    async def _serve_session(self, request: Request) -> Response:
         door, headers = self._door, {}
-        knows = door is not None and door.knows(request.headers)
+        knows = door is not None and door.has_session(request.headers)
         if request.method == "POST":
             if door is None:
                 raise HTTPException(403, "this dashboard only shows: start it with --actions")
             try:
-                given = msgspec.json.decode(await _body(request), type=dict[str, str]).get("token")
+                given = msgspec.json.decode(await _read_body(request), type=dict[str, str]).get("token")
             except msgspec.MsgspecError:
                 given = None
-            if not door.opens(given):
+            if not door.accepts_token(given):
                 raise HTTPException(403, "that is not the token of this start: open the address that was printed last")
-            headers, knows = {"set-cookie": door.cookie()}, True
+            headers, knows = {"set-cookie": door.make_session_cookie()}, True
         told = {
             "version": __version__,
             "home": str(self._watch.home),
             "actions": door is not None,
             "proof": door.proof if door is not None and knows else None,
         }
-        return _values(msgspec.json.encode(told), headers=headers)
+        return _make_json_response(msgspec.json.encode(told), headers=headers)
 
-    async def _act(self, request: Request) -> Response:
-        what = await self._allowed(request, ("approve", "stop", "resume"))
-        row = await self._watch.row(_word(request, "run"))
-        return _asked(what, await self._watch.aside(lambda: _done(what, self._watch, row.id)))
+    async def _control_run(self, request: Request) -> Response:
+        what = await self._require_allowed_action(request, ("approve", "stop", "resume"))
+        row = await self._watch.find_run(_get_path_parameter(request, "run"))
+        return _confirm_action(
+            what, await self._watch.run_in_reader_thread(lambda: _control_stored_run(what, self._watch, row.id))
+        )
 
-    async def _steer(self, request: Request) -> Response:
-        what = await self._allowed(request, rollouts.WISHES)
-        return _asked(what, await rollouts.act(self._watch, _word(request, "rollout"), what))
+    async def _control_rollout(self, request: Request) -> Response:
+        what = await self._require_allowed_action(request, rollouts.WISHES)
+        return _confirm_action(
+            what, await rollouts.request_action(self._watch, _get_path_parameter(request, "rollout"), what)
+        )
 
-    async def _allowed(self, request: Request, known: Collection[str]) -> str:
-        """What a request asks to be done, if it is known and the door allows it.
-
-        Raises:
-            HTTPException: it is not.
-        """
-        await _body(request)
-        door, what = self._door, _word(request, "what")
+    async def _require_allowed_action(self, request: Request, known: Collection[str]) -> str:
+        await _read_body(request)
+        door, what = self._door, _get_path_parameter(request, "what")
         if what not in known:
             raise HTTPException(404)
         if door is None:
             raise HTTPException(403, "this dashboard only shows: start it with --actions")
-        if not door.allows(request.headers):
+        if not door.permits_action(request.headers):
             raise HTTPException(403, "this needs the address with the token that `fedquilt dash --actions` printed")
         return what
 
 
-def _asked(what: str, said: str) -> Response:
-    """Answer to a request to do something, which is logged."""
+def _confirm_action(what: str, said: str) -> Response:
     log.warning("%s was asked for from the dashboard: %s", what, said)
-    return _values(msgspec.json.encode({"said": said}))
+    return _make_json_response(msgspec.json.encode({"said": said}))
 
 
-def _done(what: str, watch: Watch, run: str) -> str:
-    """Do what is asked with a run, and say what comes of it."""
+def _control_stored_run(what: str, watch: Watch, run: str) -> str:
     with store.Store(watch.home) as written:
         if what == "approve":
-            return requests.approve(written, run)
+            return requests.approve_run(written, run)
         if what == "stop":
-            return requests.stop(written, run)
-        if not written.served():
+            return requests.stop_run(written, run)
+        if not written.is_served():
             raise JobError(
                 f"no coordinator serves {watch.home}: `fedquilt resume {run} --home {watch.home}` is one that goes on"
             )
-        return f"{requests.resume(written, run).id} goes on at the coordinator's next look at its store"
+        return f"{requests.resume_run(written, run).id} goes on at the coordinator's next look at its store"
 
 
 class Guarded:
-    """An application whose answers all have the headers of `guard`, and that no page of somebody else's asks."""
+    """ASGI middleware that checks host and origin and adds the security headers of `guard`."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        async def headed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 known = {name.lower() for name, _ in message["headers"]}
                 more = [(name.encode(), value.encode()) for name, value in guard.HEADERS.items()]
@@ -214,51 +233,46 @@ class Guarded:
         if said is None and len(scope.get("query_string", b"")) > MOST_QUERY:
             said = "so long a question has no answer here"
         if said is not None:
-            return await _problem(403, said)(scope, receive, headed)
-        return await self._app(scope, receive, headed)
+            return await _make_problem_response(403, said)(scope, receive, send_with_headers)
+        return await self._app(scope, receive, send_with_headers)
 
 
-def _values(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _make_json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     headers = {"cache-control": "no-store", **(headers or {})}
     return Response(body, status, media_type="application/json", headers=headers)
 
 
-def _problem(status: int, said: str) -> Response:
-    return _values(msgspec.json.encode({"problem": said}), status)
+def _make_problem_response(status: int, said: str) -> Response:
+    return _make_json_response(msgspec.json.encode({"problem": said}), status)
 
 
-async def _http(request: Request, error: HTTPException) -> Response:
-    return _problem(error.status_code, error.detail)
+async def _handle_http_error(request: Request, error: HTTPException) -> Response:
+    return _make_problem_response(error.status_code, error.detail)
 
 
-async def _failed(request: Request, error: FedquiltError) -> Response:
+async def _handle_fedquilt_error(request: Request, error: FedquiltError) -> Response:
     status = 409
     if isinstance(error, MissingRunError | pages.MissingBoardError):
         status = 404
     elif isinstance(error, StoreError):
         status = 503
-    return _problem(status, str(error))
+    return _make_problem_response(status, str(error))
 
 
-async def _odd(request: Request, error: Exception) -> Response:
+async def _handle_unexpected_error(request: Request, error: Exception) -> Response:
     log.error("no answer to %s: %r", request.url.path, error)
-    return _problem(500, "an error of fedquilt's own; its log says more")
+    return _make_problem_response(500, "an error of fedquilt's own; its log says more")
 
 
-def _query(request: Request) -> dict[str, str]:
+def _parse_query(request: Request) -> dict[str, str]:
     return dict(parse_qsl(request.url.query))
 
 
-def _word(request: Request, name: str) -> str:
+def _get_path_parameter(request: Request, name: str) -> str:
     return str(request.path_params[name])
 
 
-async def _body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        HTTPException: it is longer than any that is asked for here.
-    """
+async def _read_body(request: Request) -> bytes:
     found = b""
     async for piece in request.stream():
         found += piece
@@ -267,5 +281,5 @@ async def _body(request: Request) -> bytes:
     return found
 
 
-def _event(changes: dict[str, int] | None) -> bytes:
+def _encode_event(changes: dict[str, int] | None) -> bytes:
     return b": still here\n\n" if changes is None else b"data: " + msgspec.json.encode(changes) + b"\n\n"

@@ -1,4 +1,4 @@
-"""One run as a dashboard shows it, brought up to date fact by fact. What is kept of it is bounded."""
+"""State of one run for the dashboard, updated event by event with bounded memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ DRAWN: Final = 300  # points of a run's plots
 
 
 class Said(NamedTuple):
-    """One line of the log."""
-
     seq: int
     at: float  # wall-clock seconds
     run: str
@@ -36,8 +34,6 @@ class Said(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An answer: seconds since the device was asked, and of its task; bytes."""
-
     took_s: float
     wall_s: float
     down_bytes: int
@@ -46,8 +42,6 @@ class Timed(NamedTuple):
 
 @dataclass
 class Turn:
-    """Times of one round."""
-
     began: float  # wall-clock seconds
     took_s: float | None = None  # None: it runs
     asked: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
@@ -55,19 +49,19 @@ class Turn:
 
 
 class Follower:
-    """Values of one run after its facts so far.
+    """State of one run after the events so far.
 
     Args:
-        row: of the run.
-        cells: most devices times rounds of which details are held.
+        row: Stored job of the run.
+        cells: Limit on devices times rounds with stored details.
     """
 
     def __init__(self, row: Row, cells: int = CELLS) -> None:
         self.row, self.seq, self.cells = row, 0, cells
         self.lines: deque[Said] = deque(maxlen=LINES)
         self.turns: dict[int, Turn] = {}
-        self._parts, self._teller = why.Parts(Plan.of(row.job)), log.Teller()
-        self._columns = columns.Rounds(row.job.rounds, columns.metric_of(row.job))
+        self._parts, self._teller = why.Parts(Plan.from_job(row.job)), log.Teller()
+        self._columns = columns.Rounds(row.job.rounds, columns.find_main_metric(row.job))
         self.down_bytes = self.up_bytes = self.declined = 0
         self.at: float | None = None  # wall-clock seconds of the last fact
         self.first: int | None = None  # earliest round in which devices were looked at
@@ -75,23 +69,22 @@ class Follower:
 
     @property
     def state(self) -> Rounds:
-        """State of the rounds after the last fact."""
         return self._parts.state
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, why.Part]]:
-        """Round -> device -> its part in it, of the latest rounds."""
+        """Outcome of each device in the latest rounds, by round and device."""
         return self._parts.found
 
     def add_fact(self, seq: int, at: float, fact: AnyFact) -> None:
-        """Apply the next event of the run, and add its line.
+        """Apply the next event of the run and add its log line.
 
         Raises:
-            JobError: it cannot follow the ones before.
+            JobError: If the event cannot follow the earlier ones.
         """
-        self._parts.add_fact(fact, at)
-        self._columns.add(fact)
-        text, *more = self._teller.tell(fact, self.state)
+        self._parts.apply_event(fact, at)
+        self._columns.add_event(fact)
+        text, *more = self._teller.format_event(fact, self.state)
         round: int | None = getattr(fact, "round", None)
         device = fact.update.device if isinstance(fact, Answered) else getattr(fact, "device", None)
         kind = type(fact).__name__
@@ -99,12 +92,12 @@ class Follower:
         if isinstance(fact, Asked | Surveyed) and fact.round in self._parts.found:
             self.first = fact.round if self.first is None else self.first
             self.last = fact.round
-        self._time(at, fact)
+        self._record_times(at, fact)
         self.seq, self.at = seq, at
         if isinstance(fact, Committed):
-            self._forget()
+            self._evict_details()
 
-    def _time(self, at: float, fact: AnyFact) -> None:
+    def _record_times(self, at: float, fact: AnyFact) -> None:
         match fact:
             case Asked():
                 turn = self.turns.setdefault(fact.round, Turn(at))
@@ -121,8 +114,7 @@ class Follower:
             case Declined() | Rejected():
                 self.declined += 1
 
-    def _forget(self) -> None:
-        """Drop what is known of each device in the earliest rounds, once it is too much."""
+    def _evict_details(self) -> None:
         found = self._parts.found
         count = sum(map(len, found.values()))
         for number in sorted(found)[:-LEAST]:
@@ -133,24 +125,22 @@ class Follower:
 
     # -- what is shown --
 
-    def rounds(self) -> list[dict[str, Any]]:
-        """A row for each round of work, as of `columns.ROUND`, at most DRAWN, evenly, the last one among them."""
+    def make_round_rows(self) -> list[dict[str, Any]]:
+        """Return one row per round (`columns.ROUND`), thinned out evenly to at most DRAWN rows."""
         rows = self._columns.rows
         if len(rows) > DRAWN:
             rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
         return [{**row, "accuracy": row[columns.METRIC]} for row in rows]
 
-    def accuracy(self) -> float | None:
-        """The main metric at its last evaluation; None: there was none."""
+    def find_last_metric(self) -> float | None:
         known = (row[columns.METRIC] for row in reversed(self._columns.rows))
         return next((value for value in known if value is not None), None)
 
-    def summary(self) -> dict[str, Any]:
-        """The values of one line of the list of runs, but for how the run stands."""
-        state, metric = self.state, columns.metric_of(self.row.job)
+    def make_summary(self) -> dict[str, Any]:
+        state, metric = self.state, columns.find_main_metric(self.row.job)
         return {
             "done": len(self._columns.rows),
-            "metric": {"title": metric.title, "share": metric.share, "value": self.accuracy()},
+            "metric": {"title": metric.title, "share": metric.share, "value": self.find_last_metric()},
             "down_bytes": self.down_bytes,
             "up_bytes": self.up_bytes,
             "joules": state.spent.joules if state.spent.metered else None,
@@ -161,12 +151,12 @@ class Follower:
             "reason": state.reason,
         }
 
-    def running_round(self, hold: str | None = None, boards: Mapping[str, Board] = {}) -> dict[str, Any]:
-        """Return the figures of the round under way: phase, devices, counts by part, and its wait.
+    def describe_current_round(self, hold: str | None = None, boards: Mapping[str, Board] = {}) -> dict[str, Any]:
+        """Return phase, devices, counts and wait reason of the current round.
 
         Args:
-            hold: what the coordinator holds the run for, or None if it does not.
-            boards: what is known of devices.
+            hold: Reason why the coordinator suspends the run, or None.
+            boards: Status of the devices by id.
         """
         state = self.state
         parts = self.parts.get(state.round, {})
@@ -177,25 +167,24 @@ class Follower:
             "asked": sorted(state.asked),
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
-            "counts": counts(parts, running=True),
+            "counts": count_outcomes(parts, running=True),
             "waits": hold
             or (wait.text if (wait := waits.describe_round_wait(self.row, state, boards)) is not None else None),
         }
 
-    def of_device(self, device: str) -> list[dict[str, Any]]:
-        """The rounds that are held, the latest first: the device's part in each, and where its time went."""
+    def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
+        """Return a device's outcome and time split in each stored round, the latest first."""
         found = []
         for number in sorted(self.parts, reverse=True):
             part = self.parts[number].get(device)
             if part is not None:
-                found.append({"round": number, "code": part.code, "text": part.text, **self._split(number, device)})
+                found.append(
+                    {"round": number, "code": part.code, "text": part.text, **self._split_time(number, device)}
+                )
         return found
 
-    def _split(self, number: int, device: str) -> dict[str, Any]:
-        """Seconds of a device in a round: until it was asked, down, at its task, up, until the round ended.
-
-        A device reports fetching and sending as one time: it is shared out by bytes.
-        """
+    def _split_time(self, number: int, device: str) -> dict[str, Any]:
+        # fetching and sending are reported as one time, which is divided by bytes
         turn = self.turns.get(number)
         if turn is None:
             return {}
@@ -204,7 +193,7 @@ class Follower:
         if timed is None:
             return told
         took_s = timed.took_s if turn.took_s is None else turn.took_s
-        split = progress.split(number, took_s, [(timed.took_s, timed.wall_s)])
+        split = progress.split_round_time(number, took_s, [(timed.took_s, timed.wall_s)])
         before_s = min(max((asked or turn.began) - turn.began, 0.0), split.wait_s)
         moved = timed.down_bytes + timed.up_bytes
         down_s = split.transfer_s * (timed.down_bytes / moved if moved else 0.5)
@@ -220,18 +209,17 @@ class Follower:
         }
 
 
-def counts(parts: Mapping[str, why.Part], running: bool) -> list[dict[str, Any]]:
-    """How many devices have which part in a round, which is the running one or a past one; the most common first."""
+def count_outcomes(parts: Mapping[str, why.Part], running: bool) -> list[dict[str, Any]]:
     codes = Counter(part.code for part in parts.values())
     words = {**matrix.MEANINGS, "asked": "at work"} if running else matrix.MEANINGS
     return [{"code": code, "text": words.get(code, code), "count": count} for code, count in codes.most_common()]
 
 
-def part_of(facts: Iterable[AnyFact], plan: Plan, round: int) -> Mapping[str, why.Part] | None:
-    """The parts of one round, from all facts of its run; None: there has been no such round."""
+def find_round_outcomes(facts: Iterable[AnyFact], plan: Plan, round: int) -> Mapping[str, why.Part] | None:
+    """Return the outcomes of all devices in one round from a run's events, or None without that round."""
     told = why.Parts(plan)
     for fact in facts:
-        told.add_fact(fact)
+        told.apply_event(fact)
         for number in [number for number in told.found if number < min(round, told.state.round)]:
             del told.found[number]
         if told.state.round > round:

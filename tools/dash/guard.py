@@ -1,7 +1,7 @@
-"""Who may ask a dashboard for what: the name it is called by, where a page comes from, and the token for actions.
+"""Access control of the dashboard by host name, origin and token.
 
-Pure functions of a request's headers. Reading needs no token, and links from other sites work. A page of another site
-cannot read the answers, as no header allows it. Requests that change something have to come from the dashboard's pages.
+All functions depend on the headers of a request alone. Reading needs no token, and links from other sites work. Pages
+of other sites cannot read responses, because no header permits it. Actions must come from the dashboard's own pages.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ PROOF: Final = "x-fedquilt-proof"  # header of a request to do something, which 
 
 
 def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
-    """Return why a request is refused for its host or origin, or None if it is not.
+    """Return why a request is refused for its host or origin, or None if it is permitted.
 
     Args:
-        headers: of the request, with lower-case names.
-        names: by which the dashboard may be called besides addresses and localhost.
-        acts: whether it changes something.
+        headers: Headers of the request, with lower-case names.
+        names: Permitted host names besides addresses and localhost.
+        acts: Whether the request changes something.
     """
     host = headers.get("host", "")
-    if not _ours(host, names):
+    if not _is_permitted_host(host, names):
         return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --name"
     if not acts:
         return None
@@ -53,8 +53,8 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
     return None
 
 
-def _ours(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header is an address, which no name server can lead elsewhere, localhost or a name of ours."""
+def _is_permitted_host(host: str, names: Collection[str]) -> bool:
+    # addresses are permitted, because no name server can redirect them
     name = host.lower()
     if not name.endswith("]"):
         before, colon, port = name.rpartition(":")
@@ -69,45 +69,41 @@ def _ours(host: str, names: Collection[str]) -> bool:
 
 
 class Door:
-    """What one start of a dashboard with actions checks: a token, and what follows from it.
+    """Access policy of a dashboard with actions: the token, a session cookie and a proof.
 
-    The token comes once, in a page's address behind "#", which browsers do not send. What it is exchanged for is a
-    cookie that scripts cannot read, and a proof that requests to do something carry in a header.
+    The token arrives once, in the fragment of a page's address, which browsers do not send. In exchange the browser
+    receives a cookie that scripts cannot read, and a proof for the header of actions.
 
     Args:
-        token: a secret of this start.
-        port: that is listened at: cookies do not tell ports apart.
+        token: Secret of this process, or "" to draw one.
+        port: Port of the dashboard, part of the cookie's name because cookies ignore ports.
     """
 
     def __init__(self, token: str = "", port: int = 0) -> None:
         self.token = token or secrets.token_urlsafe(32)
         self._cookie = f"fedquilt-dash-{port}"
 
-    def opens(self, token: object) -> bool:
-        """Whether this is the token."""
+    def accepts_token(self, token: object) -> bool:
         return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
 
-    def cookie(self) -> str:
-        """Value of Set-Cookie for a browser that has shown the token."""
-        return f"{self._cookie}={self._of('session')}; Path=/; HttpOnly; SameSite=Strict"
+    def make_session_cookie(self) -> str:
+        return f"{self._cookie}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
-    def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request carries the cookie."""
+    def has_session(self, headers: Mapping[str, str]) -> bool:
         try:
             found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:
             return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self._of("session").encode())
+        return found is not None and hmac.compare_digest(found.value.encode(), self._derive_secret("session").encode())
 
     @property
     def proof(self) -> str:
-        """Value of the header PROOF, told to pages that have the cookie."""
-        return self._of("proof")
+        """Value of the header PROOF, sent to pages with the session cookie."""
+        return self._derive_secret("proof")
 
-    def allows(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request may do something: it has the cookie and the proof."""
+    def permits_action(self, headers: Mapping[str, str]) -> bool:
         given = headers.get(PROOF, "")
-        return self.knows(headers) and hmac.compare_digest(given.encode(), self.proof.encode())
+        return self.has_session(headers) and hmac.compare_digest(given.encode(), self.proof.encode())
 
-    def _of(self, use: str) -> str:
+    def _derive_secret(self, use: str) -> str:
         return hmac.new(self.token.encode(), use.encode(), hashlib.sha256).hexdigest()

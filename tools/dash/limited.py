@@ -53,7 +53,6 @@ def limited_protocol(connections: Connections) -> Callable[..., asyncio.Protocol
             self._restart_deadline()
 
         def _restart_deadline(self) -> None:
-            """Limit the time for the rest of a body, and for reading an answer, but not for the answer itself."""
             if self.entry is None or self.cycle is None or self.cycle.response_complete:
                 return
             if self.conn.their_state is not h11.SEND_BODY and not self.flow.write_paused:
@@ -72,5 +71,5 @@ def limited_protocol(connections: Connections) -> Callable[..., asyncio.Protocol
 async def close_late_connections(connections: Connections, server: Any) -> None:
     """Close connections whose deadline has passed, until the server ends."""
     while not server.should_exit:
-        connections.close_late()
+        connections.close_overdue()
         await asyncio.sleep(CHECK_S)

@@ -1,4 +1,4 @@
-"""Values of a dashboard's pages, made of what is watched: what their scripts ask for, as plain values."""
+"""Values of the dashboard's pages for JSON."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _SORTS: Final[dict[str, Callable[[Device], tuple[Any, ...]] | None]] = {
 }
 
 
-async def fleet(watch: Watch, query: Query) -> dict[str, Any]:
-    """A page of the boards that are chosen by state, labels and text, as a table's rows or a grid's cells.
+async def load_fleet_page(watch: Watch, query: Query) -> dict[str, Any]:
+    """Return one page of devices, filtered by state, labels and text, as table rows or grid cells.
 
     Raises:
-        JobError: a state, label or page that is none.
-        StoreError: what is kept of boards cannot be read.
+        JobError: If a state, label or page is invalid.
+        StoreError: If the device database cannot be read.
     """
-    known = await watch.fleet()
-    wanted, state, text = labels.words(query.get("label", "")), query.get("state") or None, query.get("text", "")
+    known = await watch.load_fleet()
+    wanted, state, text = labels.split_words(query.get("label", "")), query.get("state") or None, query.get("text", "")
     labels.require_selection(wanted)
     if state is not None and state not in devices.STATES:
         raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
-    found = known.boards if not wanted and state is None else devices.chosen(known.boards, wanted, state)
+    found = known.boards if not wanted and state is None else devices.filter_devices(known.boards, wanted, state)
     if text := text.casefold():
-        found = [each for each in found if text in _text(each)]
+        found = [each for each in found if text in _make_searchable_text(each)]
     sort = query.get("sort", "name")
     if sort.removeprefix("-") not in _SORTS:
         raise JobError(f"boards are not sorted by {sort[:100]!r}: {', '.join(_SORTS)}")
@@ -65,58 +65,58 @@ async def fleet(watch: Watch, query: Query) -> dict[str, Any]:
     elif sort.startswith("-"):
         found = found[::-1]
     grid = query.get("view") == "grid"
-    shown, page, pages = _paged(found, _whole(query, "page", 1), GRID if grid else ROWS)
+    shown, page, pages = _paginate(found, _parse_integer(query, "page", 1), GRID if grid else ROWS)
     return {
         "at": time.time(),
-        "served": watch.served,
+        "served": watch.is_served,
         "counts": known.counts,
         "labels": known.labels,
         "found": len(found),
         "page": page,
         "pages": pages,
-        "boards": [_cell(each) if grid else each.row() for each in shown],
+        "boards": [_make_grid_cell(each) if grid else each.row() for each in shown],
     }
 
 
-def _text(device: Device) -> str:
+def _make_searchable_text(device: Device) -> str:
     board = device.board
     job = board.doing.job if board.doing is not None else ""
     return f"{board.device}\n{board.board}\n{board.mode or ''}\n{board.version}\n{job}".casefold()
 
 
-def _cell(device: Device) -> list[Any]:
+def _make_grid_cell(device: Device) -> list[Any]:
     doing = device.board.doing
     share = doing.fraction if doing is not None else None
     return [device.board.device, device.state, share, device.board.refusal is not None]
 
 
-async def board(watch: Watch, name: str, query: Query) -> dict[str, Any]:
-    """One board: as it is now, its readings, and its part in the latest rounds of the runs that are followed.
+async def load_device_page(watch: Watch, name: str, query: Query) -> dict[str, Any]:
+    """Return the status, readings and latest rounds of one device.
 
     Raises:
-        MissingBoardError: nobody has heard of it.
-        JobError: no such span.
-        StoreError: what is kept of boards cannot be read.
+        MissingBoardError: If the device is unknown.
+        JobError: If the time span is invalid.
+        StoreError: If the device database cannot be read.
     """
-    known = (await watch.fleet()).boards
+    known = (await watch.load_fleet()).boards
     place = bisect.bisect_left(known, name, key=lambda each: each.board.device)
     found = known[place] if place < len(known) and known[place].board.device == name else None
     now, span = time.time(), query.get("span", "2h")
     if span not in SPANS:
         raise JobError(f"{span[:100]!r} is no span: {', '.join(SPANS)}")
-    readings = await watch.readings(name, now - SPANS[span] + 1, now)
+    readings = await watch.load_readings(name, now - SPANS[span] + 1, now)
     turns: list[dict[str, Any]] = []
-    followed, reading = await _followed(watch)
+    followed, reading = await _load_recent_runs(watch)
     for each in followed:
-        told = await watch.aside(lambda each=each: each.of_device(name)[:TURNS])  # type: ignore[misc]
+        told = await watch.run_in_reader_thread(lambda each=each: each.of_device(name)[:TURNS])  # type: ignore[misc]
         turns += [{"run": each.row.id, **turn} for turn in told]
     if found is None and not turns and not reading:
         raise MissingBoardError(f"no coordinator of {watch.home} has heard of a board {name[:100]!r}")
     turns.sort(key=lambda turn: -(turn.get("at") or 0.0))
     return {
         "at": now,
-        "served": watch.served,
-        "board": None if found is None else found.row(),
+        "served": watch.is_served,
+        "board": None if found is None else found.to_dict(),
         "span": [now - SPANS[span], now],
         "readings": [msgspec.structs.astuple(each) for each in readings],
         "turns": turns[:TURNS],
@@ -124,13 +124,10 @@ async def board(watch: Watch, name: str, query: Query) -> dict[str, Any]:
     }
 
 
-async def _followed(watch: Watch) -> tuple[list[follow.Follower], bool]:
-    """The runs that have not ended and the two that ended last; and whether some log is still being read.
-
-    One whose log cannot be read is left out.
-    """
+async def _load_recent_runs(watch: Watch) -> tuple[list[follow.Follower], bool]:
+    # all unfinished runs and the two that ended last. Unreadable logs are left out
     try:
-        rows = [row for row in (await watch.runs()).rows if isinstance(row, Row)]
+        rows = [row for row in (await watch.load_runs()).rows if isinstance(row, Row)]
     except FedquiltError:
         return [], False
     latest = [row.id for row in rows if row.status in ENDED][-2:]
@@ -138,18 +135,18 @@ async def _followed(watch: Watch) -> tuple[list[follow.Follower], bool]:
     for row in rows:
         if row.status not in ENDED or row.id in latest:
             with contextlib.suppress(FedquiltError):
-                found.append(await watch.held(row.id))
+                found.append(await watch.get_loaded_follower(row.id))
     return [each for each in found if each is not None], None in found
 
 
-async def runs(watch: Watch, query: Query) -> dict[str, Any]:
-    """A page of the runs, the latest first; those that have not ended with their running round.
+async def load_runs_page(watch: Watch, query: Query) -> dict[str, Any]:
+    """Return one page of runs, the latest first, with the current round of unfinished runs.
 
     Raises:
-        StoreError: the list of runs cannot be read.
+        StoreError: If the list of runs cannot be read.
     """
-    listed = await watch.runs()
-    shown, page, pages = _paged(list(reversed(listed.rows)), _whole(query, "page", 1), ROWS)
+    listed = await watch.load_runs()
+    shown, page, pages = _paginate(list(reversed(listed.rows)), _parse_integer(query, "page", 1), ROWS)
     told = []
     for row in shown:
         head = {"run": row.id, "status": listed.standing[row.id], "began": row.created}
@@ -157,31 +154,31 @@ async def runs(watch: Watch, query: Query) -> dict[str, Any]:
             told.append({**head, "problem": row.reason})
             continue
         head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
-        head |= await watch.summary(row)
+        head |= await watch.load_summary(row)
         if row.status not in ENDED and "done" in head:
-            running = (await watch.follower(row.id)).running_round
-            head["now"] = await watch.aside(partial(running, listed.holds.get(row.id)))
+            running = (await watch.load_follower(row.id)).describe_current_round
+            head["now"] = await watch.run_in_reader_thread(partial(running, listed.holds.get(row.id)))
         told.append(head)
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
 
 
-async def run_values(watch: Watch, id: str) -> dict[str, Any]:
-    """Return a run as plain values: its figures, a row for each round, and the round under way.
+async def load_run_page(watch: Watch, id: str) -> dict[str, Any]:
+    """Return the figures, the rounds and the current round of a run.
 
     Raises:
-        StoreError: there is no such run.
-        JobError: its log cannot be read.
+        StoreError: If the run does not exist.
+        JobError: If the log cannot be read.
     """
-    found = await watch.follower(id)
-    listed = await watch.runs()
-    boards = {each.board.device: each.board for each in (await watch.fleet()).boards}
+    found = await watch.load_follower(id)
+    listed = await watch.load_runs()
+    boards = {each.board.device: each.board for each in (await watch.load_fleet()).boards}
     row = found.row
 
-    def told() -> dict[str, Any]:
+    def load_figures() -> dict[str, Any]:
         return {
-            **found.summary(),
-            "now": found.running_round(listed.holds.get(row.id), boards) if row.status not in ENDED else None,
-            "table": found.rounds(),
+            **found.make_summary(),
+            "now": found.describe_current_round(listed.holds.get(row.id), boards) if row.status not in ENDED else None,
+            "table": found.make_round_rows(),
             "first": found.first,
             "last": found.last,
         }
@@ -196,29 +193,29 @@ async def run_values(watch: Watch, id: str) -> dict[str, Any]:
         "name": row.job.name,
         "method": row.job.method,
         "rounds": row.job.rounds,
-        **await watch.aside(told),
-        "commands": _commands(row.job, row.id, watch),
+        **await watch.run_in_reader_thread(load_figures),
+        "commands": _make_commands(row.job, row.id, watch),
     }
 
 
-def _commands(job: Job, id: str, watch: Watch) -> dict[str, str]:
+def _make_commands(job: Job, id: str, watch: Watch) -> dict[str, str]:
     home = f"--home {watch.home}"
     return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt export {id} {home} --out FILE"}
 
 
-async def reasons(watch: Watch, id: str, query: Query) -> dict[str, Any]:
-    """What became of the devices in one round of a run, and why those who were not asked were not.
+async def load_round_page(watch: Watch, id: str, query: Query) -> dict[str, Any]:
+    """Return the outcomes of all devices in one round, with the reasons of those not selected.
 
     Raises:
-        StoreError: there is no such run.
-        JobError: no such round, or the log cannot be read.
+        StoreError: If the run does not exist.
+        JobError: If the round does not exist, or the log cannot be read.
     """
-    found = await watch.follower(id)
+    found = await watch.load_follower(id)
     first, last = found.first, found.last
     if first is None or last is None:
         return {"at": time.time(), "round": None, "counts": [], "found": 0, "page": 1, "pages": 1, "devices": []}
-    round = _whole(query, "round", last)
-    parts = await watch.parts(found, round)
+    round = _parse_integer(query, "round", last)
+    parts = await watch.load_round_outcomes(found, round)
     if parts is None:
         raise JobError(f"there has been no round {round}; rounds so far: {first} to {last}")
     code, text = query.get("code", ""), query.get("text", "").casefold()
@@ -230,7 +227,7 @@ async def reasons(watch: Watch, id: str, query: Query) -> dict[str, Any]:
         ),
         key=lambda each: (each[1].code not in why.ASKED, each[1].place or 0, each[0]),
     )
-    shown, page, pages = _paged(chosen, _whole(query, "page", 1), DEVICES)
+    shown, page, pages = _paginate(chosen, _parse_integer(query, "page", 1), DEVICES)
     running = round == found.state.round and found.state.phase in ("selecting", "open", "closing")
     return {
         "at": time.time(),
@@ -238,7 +235,7 @@ async def reasons(watch: Watch, id: str, query: Query) -> dict[str, Any]:
         "running": running,
         "first": first,
         "last": last,
-        "counts": follow.counts(parts, running),
+        "counts": follow.count_outcomes(parts, running),
         "found": len(chosen),
         "page": page,
         "pages": pages,
@@ -246,18 +243,18 @@ async def reasons(watch: Watch, id: str, query: Query) -> dict[str, Any]:
     }
 
 
-async def lines(watch: Watch, query: Query) -> dict[str, Any]:
-    """The latest lines of the logs of the runs that are followed, the latest first, chosen by run, device, kind, text.
+async def load_log_page(watch: Watch, query: Query) -> dict[str, Any]:
+    """Return the latest log lines of recent runs, filtered by run, device, kind and text.
 
     Raises:
-        StoreError: there is no such run.
-        JobError: its log cannot be read.
+        StoreError: If the run does not exist.
+        JobError: If the log cannot be read.
     """
     wanted = query.get("run", "")
-    followed, reading = ([await watch.follower(wanted)], False) if wanted else await _followed(watch)
+    followed, reading = ([await watch.load_follower(wanted)], False) if wanted else await _load_recent_runs(watch)
     device, kind, text = query.get("device", ""), query.get("kind", ""), query.get("text", "").casefold()
 
-    def told() -> tuple[list[follow.Said], set[str]]:
+    def select_lines() -> tuple[list[follow.Said], set[str]]:
         known = [line for each in followed for line in each.lines]
         chosen = [
             line
@@ -268,8 +265,8 @@ async def lines(watch: Watch, query: Query) -> dict[str, Any]:
         ]
         return sorted(chosen, key=lambda line: (-line.at, -line.seq)), {line.kind for line in known}
 
-    chosen, kinds = await watch.aside(told)
-    listed = await watch.runs()
+    chosen, kinds = await watch.run_in_reader_thread(select_lines)
+    listed = await watch.load_runs()
     return {
         "at": time.time(),
         "runs": [row.id for row in reversed(listed.rows)][:ROWS],
@@ -280,14 +277,13 @@ async def lines(watch: Watch, query: Query) -> dict[str, Any]:
     }
 
 
-def _paged(found: Sequence[Any], page: int, size: int) -> tuple[Sequence[Any], int, int]:
-    """The rows of a page, its number and how many pages there are; beyond the last one, that."""
+def _paginate(found: Sequence[Any], page: int, size: int) -> tuple[Sequence[Any], int, int]:
     pages = max(1, -(-len(found) // size))
     page = min(max(page, 1), pages)
     return found[(page - 1) * size : page * size], page, pages
 
 
-def _whole(query: Query, name: str, default: int) -> int:
+def _parse_integer(query: Query, name: str, default: int) -> int:
     text = query.get(name, "")
     if not text:
         return default
@@ -296,5 +292,4 @@ def _whole(query: Query, name: str, default: int) -> int:
     return int(text)
 
 
-class MissingBoardError(JobError):
-    """A board that nobody has heard of."""
+class MissingBoardError(JobError): ...

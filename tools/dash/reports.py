@@ -1,6 +1,6 @@
-"""A run's report for a dashboard, made by a process of its own: what it takes to draw is given back when it ends.
+"""Reports of runs for the dashboard, built by separate processes to free their memory.
 
-`python -m fedquilt.tools.dash.reports HOME RUN` prints the page; the home is only read.
+`python -m fedquilt.tools.dash.reports HOME RUN` prints a report. The home is only read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,19 @@ NICE: Final = 10  # the coordinator may be on the same machine
 
 
 class Reports:
-    """Makes pages of runs one after the other, and holds the latest.
-
-    Args:
-        home: folder of the coordinator.
-    """
-
     def __init__(self, home: Path) -> None:
         self._home, self._lock = home, asyncio.Lock()
         self._pages: dict[tuple[str, str], bytes] = {}
 
-    async def page(self, run: str, done: str) -> bytes:
-        """The page of a run.
+    async def get_page(self, run: str, done: str) -> bytes:
+        """Return the report of a run, built if `done` has changed.
 
         Args:
-            run: its id.
-            done: what it has come to; a page is made once for each.
+            run: Id of the run.
+            done: Progress of the run, part of the cache key.
 
         Raises:
-            JobError: it cannot be made; says why.
+            JobError: If the report cannot be built in time.
         """
         async with self._lock:
             if (run, done) not in self._pages:
@@ -68,16 +62,15 @@ class Reports:
 
 
 def main(home: str, run: str) -> int:
-    """Print the page of a run; the exit code."""
     from fedquilt import extras
     from fedquilt.coordinator.store_reader import Reader
     from fedquilt.tools import report
-    from fedquilt.tools.report.found import gather
+    from fedquilt.tools.report.found import load_run_data
 
     os.nice(NICE)
     try:
-        with Reader(Path(home)) as store, extras.named():
-            page = report.html(gather(store, run))
+        with Reader(Path(home)) as store, extras.report_missing_extras():
+            page = report.render_run_page(load_run_data(store, run))
     except FedquiltError as error:
         print(error, file=sys.stderr)
         return 1

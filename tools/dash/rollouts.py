@@ -1,4 +1,4 @@
-"""Rollouts as the dashboard tells of them, and what can be asked of one."""
+"""Rollouts on the dashboard, and requests to abort or roll them back."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ LATEST: Final = 100  # rollouts of the list
 WISHES: Final = ("abort", "rollback")
 
 
-async def listed(watch: Watch) -> dict[str, Any]:
-    """The latest rollouts, the last one first.
+async def load_rollouts(watch: Watch) -> dict[str, Any]:
+    """Return the latest rollouts, the most recent first.
 
     Raises:
-        StoreError: they cannot be read.
+        StoreError: If the rollouts cannot be read.
     """
 
     def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
-        log = watch.rollouts()
-        around, latest = view.sight(watch.home, log), log.all()[::-1][:LATEST]
-        return [{**_row(kept), "waits": view.held(kept, log, around)} for kept in latest], log.unreadable()
+        log = watch.open_rollout_log()
+        around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
+        return [{**_format_row(kept), "waits": view.load_wait(kept, log, around)} for kept in latest], log.read_errors()
 
-    rows, odd = await watch.aside(read)
+    rows, odd = await watch.run_in_reader_thread(read)
     rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
-    return {"at": time.time(), "served": watch.served, "rollouts": rows}
+    return {"at": time.time(), "served": watch.is_served, "rollouts": rows}
 
 
-async def one(watch: Watch, id: str) -> dict[str, Any]:
-    """One rollout: its boards, what it asks of them, and what happened.
+async def load_rollout(watch: Watch, id: str) -> dict[str, Any]:
+    """Return the devices, the settings and the history of one rollout.
 
     Raises:
-        MissingRunError: there is no such rollout.
-        StoreError: it cannot be read.
+        MissingRunError: If the rollout does not exist.
+        StoreError: If the rollout cannot be read.
     """
-    kept = await _found(watch, id)
+    kept = await _find_rollout(watch, id)
 
     def read() -> tuple[Any, str]:
-        log = watch.rollouts()
-        facts = log.facts(id)
-        return facts, view.waits(kept.state, facts, view.sight(watch.home, log))
+        log = watch.open_rollout_log()
+        facts = log.read_events(id)
+        return facts, view.describe_rollout_wait(kept.state, facts, view.load_context(watch.home, log))
 
-    facts, waits = await watch.aside(read)
-    told = view.detail(kept)
+    facts, waits = await watch.run_in_reader_thread(read)
+    told = view.detail_rollout(kept)
     steps = [
-        {"at": at, "text": view.sentence(kept.state, fact)} for _, at, fact in facts if not isinstance(fact, Heard)
+        {"at": at, "text": view.format_event(kept.state, fact)} for _, at, fact in facts if not isinstance(fact, Heard)
     ]
     boards = told.pop("boards")
     return {
         "at": time.time(),
-        "served": watch.served,
+        "served": watch.is_served,
         **told,
-        **_row(kept),
+        **_format_row(kept),
         "boards": boards[:BOARDS],
         "more": max(0, len(boards) - BOARDS),
         "steps": steps,
@@ -65,29 +65,29 @@ async def one(watch: Watch, id: str) -> dict[str, Any]:
     }
 
 
-async def act(watch: Watch, id: str, what: str) -> str:
-    """Ask the coordinator to end a rollout or to take it back; says what comes of it.
+async def request_action(watch: Watch, id: str, what: str) -> str:
+    """Request to abort or roll back a rollout, and return a sentence on the effect.
 
     Raises:
-        MissingRunError: there is no such rollout.
-        JobError: it cannot be done with it now.
-        StoreError: the home cannot be written.
+        MissingRunError: If the rollout does not exist.
+        JobError: If the rollout's state does not permit the action.
+        StoreError: If the home cannot be written.
     """
-    kept = await _found(watch, id)
+    kept = await _find_rollout(watch, id)
 
-    def done() -> str:
+    def store_request() -> str:
         with store.Store(watch.home) as written:
-            return (requests.abort if what == "abort" else requests.roll_back)(written, kept.state.id)
+            return (requests.abort_rollout if what == "abort" else requests.roll_back_rollout)(written, kept.state.id)
 
-    return await watch.aside(done)
-
-
-def _row(kept: Kept) -> dict[str, Any]:
-    return {**view.row(kept), "now": view.step(kept.state)}
+    return await watch.run_in_reader_thread(store_request)
 
 
-async def _found(watch: Watch, id: str) -> Kept:
-    for kept in await watch.aside(lambda: watch.rollouts().all()):
+def _format_row(kept: Kept) -> dict[str, Any]:
+    return {**view.summarise_rollout(kept), "now": view.format_step(kept.state)}
+
+
+async def _find_rollout(watch: Watch, id: str) -> Kept:
+    for kept in await watch.run_in_reader_thread(lambda: watch.open_rollout_log().readable_rollouts()):
         if kept.state.id == id:
             return kept
     raise MissingRunError(f"there is no rollout {id[:100]!r} in {watch.home}, or it cannot be read")

@@ -1,6 +1,6 @@
-"""What a dashboard holds of a home: one look at it for all who watch, made anew when somebody has written there.
+"""Watcher of a coordinator's home, shared by all viewers of a dashboard.
 
-Databases are read in two threads, one for boards and one for runs, so that a long log holds up no page of the fleet.
+Databases are read in two threads, one for devices and one for runs, so that a long log does not delay the fleet page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedquilt.coordinator.store_reader import Mark, Reader
 from fedquilt.coordinator.store_rows import Identity, Unreadable
 from fedquilt.coordinator.views import devices, why
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.tools.dash.follow import CELLS, Follower, part_of
+from fedquilt.tools.dash.follow import CELLS, Follower, find_round_outcomes
 
 T = TypeVar("T")
 
@@ -38,8 +38,6 @@ ALIVE_S: Final = 15.0  # after which such a connection gets a word, so that both
 
 
 class Runs(NamedTuple):
-    """The list of runs at one moment."""
-
     rows: list[Row | Unreadable]
     standing: Mapping[str, str]  # run -> its status, and whether somebody works on it
     served: bool
@@ -47,8 +45,6 @@ class Runs(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """All boards at one moment."""
-
     boards: list[devices.Device]
     counts: Mapping[str, int]  # by state, and "all"
     labels: list[str]  # the first of them that there are
@@ -58,12 +54,6 @@ class Fleet(NamedTuple):
 
 
 class Watch:
-    """One home, watched for all pages at once.
-
-    Args:
-        home: folder of the coordinator.
-    """
-
     def __init__(self, home: Path) -> None:
         self.home = home
         self.changes = {"boards": 0, "runs": 0}
@@ -87,41 +77,41 @@ class Watch:
     # -- changes --
 
     async def poll(self) -> None:
-        """Look for changes until it is closed."""
+        """Check the databases for changes until the watcher is closed."""
         files = {"boards": boards_store.NAME, "runs": store_reader.NAME}
         while not self._closing:
             changed = False
             for name, file in files.items():
-                now = await self._in(name, lambda name=name, file=file: self._mark(name, file))  # type: ignore[misc]
-                if now != self._seen.get(name, self) and not (name == "boards" and self._pausing()):
+                now = await self._run_in_thread(name, lambda name=name, file=file: self._read_mark(name, file))  # type: ignore[misc]
+                if now != self._seen.get(name, self) and not (name == "boards" and self._is_pausing()):
                     self._seen[name] = now
                     self.changes[name] += 1
                     changed = True
             if changed:
                 self._wish.set()
-                self._tell()
+                self._notify()
             await asyncio.sleep(POLL_S)
 
-    def _pausing(self) -> bool:
-        """Whether all boards have been read so lately that they are not read again yet."""
+    def _is_pausing(self) -> bool:
+        # reading all devices takes a while, so reads are spaced in proportion
         return self._fleet is not None and time.monotonic() < self._fleet.at + PAUSE * self._fleet.took_s
 
-    def _mark(self, name: str, file: str) -> object:
-        found = self._marks.setdefault(name, Mark(self.home / file)).now()
-        return (found, self._is_served()) if name == "runs" else found
+    def _read_mark(self, name: str, file: str) -> object:
+        found = self._marks.setdefault(name, Mark(self.home / file)).read_version()
+        return (found, self._check_served()) if name == "runs" else found
 
-    def _is_served(self) -> bool:
+    def _check_served(self) -> bool:
         try:
-            self._served = self._read().served()
+            self._served = self._get_reader().is_served()
         except StoreError:
             self._served = False
         return self._served
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def news(self) -> AsyncGenerator[dict[str, int] | None, None]:
+    async def iterate_changes(self) -> AsyncGenerator[dict[str, int] | None, None]:
         """Yield the numbers of changes now and after each change, and None after ALIVE_S without a change."""
         while not self._closing:
             news = self._news
@@ -134,88 +124,87 @@ class Watch:
                     yield None
 
     def close(self) -> None:
-        """Let everything come to its end."""
+        """End all loops and event streams."""
         self._closing = True
         self._wish.set()
-        self._tell()
+        self._notify()
 
-    def shut(self) -> None:
-        """Close the databases, once nothing is asked any more."""
+    def close_databases(self) -> None:
+        """Close the databases and stop the threads. Call after all reads have ended."""
         for name, thread in self._threads.items():
             if name in self._marks:
                 thread.submit(self._marks[name].close)
             if name == "runs":
-                thread.submit(self._drop)
+                thread.submit(self._close_reader)
             thread.shutdown()
 
     # -- boards --
 
     @property
-    def served(self) -> bool:
-        """Whether a coordinator serves the home."""
+    def is_served(self) -> bool:
         return self._served
 
-    async def fleet(self) -> Fleet:
-        """Every board, by name.
+    async def load_fleet(self) -> Fleet:
+        """Return all devices, sorted by name.
 
         Raises:
-            StoreError: what is kept of boards cannot be read.
+            StoreError: If the device database cannot be read.
         """
-        async with self._lock("fleet"):
+        async with self._get_lock("fleet"):
             change, now = self.changes["boards"], time.monotonic()
             if self._fleet is None or self._fleet.change != change or now > self._fleet.at + OLD_S:
-                found = await self._in("boards", self._all_boards)
+                found = await self._run_in_thread("boards", self._read_all_devices)
                 ended = time.monotonic()
                 self._fleet = Fleet(*found, change, ended, ended - now)
             return self._fleet
 
-    def _all_boards(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
-        found = devices.look(self.home)
+    def _read_all_devices(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
+        found = devices.load_devices(self.home)
         counts = Counter(name for each in found for name in devices.states_of(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
         return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
-    async def readings(self, device: str, begin: float, end: float) -> list[Any]:
-        """Readings of a board, as of `BoardStore.readings`."""
+    async def load_readings(self, device: str, begin: float, end: float) -> list[Any]:
+        """Return stored readings of a device between two wall-clock times in seconds."""
 
         def read() -> list[Any]:
             with boards_store.BoardStore(self.home) as store:
-                return store.readings(device, begin, end)
+                return store.load_readings(device, begin, end)
 
-        return await self._in("boards", read)
+        return await self._run_in_thread("boards", read)
 
     # -- runs --
 
-    async def runs(self) -> Runs:
-        """The list of runs as of now.
+    async def load_runs(self) -> Runs:
+        """Return the current list of runs.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: If the list cannot be read.
         """
-        async with self._lock("runs"):
+        async with self._get_lock("runs"):
             change = self.changes["runs"]
             if self._runs is None or self._runs[0] != change:
-                self._runs = (change, await self._in("runs", self._list))
+                self._runs = (change, await self._run_in_thread("runs", self._read_runs))
             return self._runs[1]
 
-    def _list(self) -> Runs:
-        reader = self._read()
+    def _read_runs(self) -> Runs:
+        reader = self._get_reader()
         rows = reader.all_jobs()
-        standing = {row.id: reader.standing(row) if isinstance(row, Row) else row.status for row in rows}
-        holds = {run: str(reader.holds.of(run)) for run, status in standing.items() if status == "held"}
-        return Runs(rows, standing, self._is_served(), holds)
+        standing = {row.id: reader.current_status(row) if isinstance(row, Row) else row.status for row in rows}
+        holds = {run: str(reader.holds.current_suspension(run)) for run, status in standing.items() if status == "held"}
+        return Runs(rows, standing, self._check_served(), holds)
 
-    def rollouts(self) -> RolloutLog:
-        """The home's rollouts, to be read `aside`."""
-        return self._read().rollouts
+    def open_rollout_log(self) -> RolloutLog:
+        """Return the rollouts of the home. Use only in the thread of `run_in_reader_thread`."""
+        return self._get_reader().rollouts
 
-    async def row(self, run: str) -> Row:
-        """A run by its id or its job's name.
+    async def find_run(self, run: str) -> Row:
+        """Return the stored job of a run, by its id or the name of its job.
 
         Raises:
-            StoreError: there is none, or it cannot be read.
+            StoreError: If the run does not exist or cannot be read.
         """
-        rows = (await self.runs()).rows
+        rows = (await self.load_runs()).rows
         for row in reversed(rows):
             if isinstance(row, Unreadable) and run == row.id:
                 raise StoreError(row.reason)
@@ -223,45 +212,44 @@ class Watch:
                 return row
         raise MissingRunError(f"there is no run {run[:100]!r} in {self.home} any more, or never was")
 
-    async def follower(self, run: str) -> Follower:
-        """A run with its details, all its facts read.
+    async def load_follower(self, run: str) -> Follower:
+        """Return the follower of a run after reading all its events.
 
         Raises:
-            StoreError: there is no such run.
-            JobError: its log is damaged, or of another version.
+            StoreError: If the run does not exist.
+            JobError: If the log is damaged, or of another version.
         """
-        row = await self.row(run)
-        async with self._lock(row.id):
+        row = await self.find_run(run)
+        async with self._get_lock(row.id):
             until, problem = self._problems.get(row.id, (0.0, ""))
             if time.monotonic() < until:
                 raise JobError(problem)
             found = self._followers.pop(row.id, None) or Follower(row)
             found.row, found.cells = row, CELLS // max(len(self._followers), HELD)
             try:
-                await self._go_on(found)
+                await self._read_new_events(found)
             except JobError as error:
                 self._problems[row.id] = (time.monotonic() + DOUBT_S, str(error))
                 raise
             self._followers[row.id] = found
-        self._summaries[row.id] = ((row.status, row.epoch), await self.aside(found.summary))
-        self._trim()
+        self._summaries[row.id] = ((row.status, row.epoch), await self.run_in_reader_thread(found.make_summary))
+        self._evict_followers()
         return found
 
-    async def _go_on(self, found: Follower) -> None:
-        """Read the facts that a follower has not had, piece by piece, so that others get their turn."""
+    async def _read_new_events(self, found: Follower) -> None:
+        # in pieces, so that other reads get their turn
         while True:
-            if await self.aside(lambda: self._piece(found)) < PIECE:
+            if await self.run_in_reader_thread(lambda: self._read_piece(found)) < PIECE:
                 return
 
-    def _piece(self, found: Follower) -> int:
+    def _read_piece(self, found: Follower) -> int:
         count = 0
-        for seq, at, fact in self._read().facts(found.row.id, found.seq, PIECE):
+        for seq, at, fact in self._get_reader().read_events(found.row.id, found.seq, PIECE):
             found.add_fact(seq, at, fact)
             count += 1
         return count
 
-    def _trim(self) -> None:
-        """Forget runs that are gone, and the details of those that have ended but for the HELD asked for last."""
+    def _evict_followers(self) -> None:
         rows = {} if self._runs is None else {row.id: row.status for row in self._runs[1].rows}
         ended = [id for id in self._followers if rows.get(id) in ENDED]
         for id in [*ended[:-HELD], *(self._followers.keys() - rows.keys())]:
@@ -269,49 +257,53 @@ class Watch:
         for id in self._summaries.keys() - rows.keys():
             del self._summaries[id]
 
-    async def held(self, run: str) -> Follower | None:
-        """A run with its details, if its log has been read before; else it is read, and a change told when it has been.
+    async def get_loaded_follower(self, run: str) -> Follower | None:
+        """Return the follower of a run if its log has been read, or None and schedule the read.
+
+        A change is announced when the log has been read.
 
         Raises:
-            StoreError: there is no such run.
-            JobError: its log cannot be read.
+            StoreError: If the run does not exist.
+            JobError: If the log cannot be read.
         """
         if run in self._followers or run in self._problems:
-            return await self.follower(run)
+            return await self.load_follower(run)
         self._wanted[run] = None
         self._wish.set()
         return None
 
-    async def summary(self, row: Row) -> dict[str, Any]:
-        """Values of a run for the list of runs; {}: they are not known yet; "problem": why its log cannot be read."""
+    async def load_summary(self, row: Row) -> dict[str, Any]:
+        """Return a run's values for the list of runs, or {} if unknown so far.
+
+        The key "problem" states why the log cannot be read.
+        """
         known = self._summaries.get(row.id)
         if row.status in ENDED:
             return known[1] if known is not None and known[0] == (row.status, row.epoch) else {}
         try:
-            found = await self.held(row.id)
-            return {} if found is None else await self.aside(found.summary)
+            found = await self.get_loaded_follower(row.id)
+            return {} if found is None else await self.run_in_reader_thread(found.make_summary)
         except JobError as error:
             return {"problem": str(error)}
 
     async def read_logs(self) -> None:
-        """Read the logs that were asked for, then those of ended runs for their summaries, the latest first."""
+        """Read requested logs, then those of ended runs, until the watcher is closed."""
         while not self._closing:
             self._wish.clear()
-            while not self._closing and await self._read_one():
+            while not self._closing and await self._read_next_log():
                 self.changes["runs"] += 1
-                self._tell()
+                self._notify()
             await self._wish.wait()
 
-    async def _read_one(self) -> bool:
-        """Read one log that is wanted or not summed up yet; False: there is none."""
+    async def _read_next_log(self) -> bool:
         if self._wanted:
             run = next(iter(self._wanted))
             with contextlib.suppress(FedquiltError):  # whoever asks again is told why
-                await self.follower(run)
+                await self.load_follower(run)
             self._wanted.pop(run, None)
             return True
         try:
-            rows = [row for row in (await self.runs()).rows if isinstance(row, Row) and row.status in ENDED]
+            rows = [row for row in (await self.load_runs()).rows if isinstance(row, Row) and row.status in ENDED]
         except FedquiltError:
             return False
         unknown = [row for row in rows if self._summaries.get(row.id, (None,))[0] != (row.status, row.epoch)]
@@ -320,42 +312,42 @@ class Watch:
         row, told = unknown[-1], {}
         try:
             found = Follower(row, 0)  # no details
-            await self._go_on(found)
-            told = await self.aside(found.summary)
+            await self._read_new_events(found)
+            told = await self.run_in_reader_thread(found.make_summary)
         except FedquiltError as error:
             told = {"problem": str(error)}
         self._summaries[row.id] = ((row.status, row.epoch), told)
         return True
 
-    async def parts(self, found: Follower, round: int) -> Mapping[str, why.Part] | None:
-        """The parts of all devices in a round; None: there has been no such round."""
-        if (held := await self.aside(lambda: dict(found.parts.get(round, {})))) or round in found.parts:
+    async def load_round_outcomes(self, found: Follower, round: int) -> Mapping[str, why.Part] | None:
+        """Return the outcomes of all devices in a round, or None if the round does not exist."""
+        if (held := await self.run_in_reader_thread(lambda: dict(found.parts.get(round, {})))) or round in found.parts:
             return held
         if found.first is None or not found.first <= round <= found.state.round:
             return None
-        id, plan = found.row.id, Plan.of(found.row.job)
+        id, plan = found.row.id, Plan.from_job(found.row.job)
 
-        def read() -> Mapping[str, why.Part] | None:
-            return part_of((fact for _, _, fact in self._read().facts(id)), plan, round)
+        def find_outcomes() -> Mapping[str, why.Part] | None:
+            return find_round_outcomes((fact for _, _, fact in self._get_reader().read_events(id)), plan, round)
 
-        return await self.aside(read)
+        return await self.run_in_reader_thread(find_outcomes)
 
-    async def aside(self, read: Callable[[], T]) -> T:
-        """Call a function in the thread that brings followers up to date, so that they stand still meanwhile."""
-        return await self._in("runs", read)
+    async def run_in_reader_thread(self, read: Callable[[], T]) -> T:
+        """Call a function in the thread that updates followers, which do not change during the call."""
+        return await self._run_in_thread("runs", read)
 
     # -- within --
 
-    def _read(self) -> Reader:
-        """The reader of this home, opened anew where another database was put there; called in its thread."""
+    def _get_reader(self) -> Reader:
+        # opened again if the database file was replaced. Called in the reader thread
         before = self._reader_of
         try:
-            self._reader_of = found = Identity.of(self.home / store_reader.NAME)
+            self._reader_of = found = Identity.from_path(self.home / store_reader.NAME)
         except OSError as error:
-            self._drop()
+            self._close_reader()
             raise StoreError(f"no runs in {self.home}: {error.strerror}") from None
         if before is not None and before != found:
-            self._drop()
+            self._close_reader()
             if before[:2] != found[:2]:  # another database: what was followed is not in it
                 self._followers.clear()
                 self._summaries.clear()
@@ -363,17 +355,16 @@ class Watch:
             self._reader = Reader(self.home)
         return self._reader
 
-    def _drop(self) -> None:
+    def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
         self._reader = None
 
-    def _lock(self, name: str) -> asyncio.Lock:
+    def _get_lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    async def _in(self, name: str, read: Callable[[], T]) -> T:
+    async def _run_in_thread(self, name: str, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], read)
 
 
-class MissingRunError(StoreError):
-    """A run that is not there, or not any more."""
+class MissingRunError(StoreError): ...

@@ -1,4 +1,4 @@
-"""`fedquilt demo`: a federation on real handwritten digits, beside everything that its result has to beat.
+"""Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
 
 Six simulated boards hold uneven shares of the UCI optical digits; three donors have seen MNIST only.
 The boards are simulated (times and joules follow their profiles), everything else is real: processes,
@@ -25,11 +25,11 @@ from fedquilt.coordinator.views import costs
 from fedquilt.core import Examples
 from fedquilt.models.stitching import names
 from fedquilt.tools.artefacts import export
-from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone, parts
-from fedquilt.tools.demo.live import Live, bold
+from fedquilt.tools.demo.compared import Compared, Device, Network, compare_networks, count_parts, mean_accuracy_alone
+from fedquilt.tools.demo.live import Live, format_bold
 from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.report import html, page, plots
-from fedquilt.tools.report.found import gather
+from fedquilt.tools.report import page, plots, render_run_page
+from fedquilt.tools.report.found import load_run_data
 from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
@@ -37,56 +37,58 @@ COMPARING = "comparing"
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 
 
-def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
-    """Run the federation, compare, and write the report, the network and the test digits into `out`.
+def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
+    """Run the federation, compare results, and write report, network and test digits into `out`.
 
     Args:
-        out: folder, created if missing.
+        out: Output folder, created if missing.
         format: "text", or "json" for the result as one line.
-        wordy: print each round with its decisions.
-        show: open the report in a browser.
+        wordy: Whether to print each round with its decisions.
+        show: Whether to open the report in a browser.
 
     Returns:
-        0, or 8 if the run has failed.
+        0, or 8 if the run failed.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM has come before the run was done.
+        KeyboardInterrupt: If SIGINT or SIGTERM arrives before the run is done.
     """
     began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured
-    plan = agents.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
-    members, test = plan.members()
+    plan = agents.Plan(jobs.load_job(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
+    members, test = plan.load_devices()
     live = Live()
     text = format == "text"
     if text:
-        print("\n".join(_opening(plan, members, test)), flush=True)
-    run, status = agents.really(plan, None, console=None if wordy or not text else live, wordy=wordy)
+        print("\n".join(_format_introduction(plan, members, test)), flush=True)
+    run, status = agents.run_fleet_on_broker(plan, None, console=None if wordy or not text else live, wordy=wordy)
     if status == "running":  # Ctrl-C ended its coordinator in good order
         raise KeyboardInterrupt
     if status != "done":
         return 8
     with Store(plan.home) as store:
-        live.clear()
-        far = live.parts(COMPARING, 1 + parts(members))
-        with progress.ticking(live.again) if text else contextlib.nullcontext():
+        live.clear_line()
+        far = live.start_parts(COMPARING, 1 + count_parts(members))
+        with progress.call_periodically(live.show_progress) if text else contextlib.nullcontext():
             far("the boards' network")
-            evaluate.evaluate(store, run)
-            found = gather(store, run)
-            artefact = export.artefact(store, run)
-            others = compare(plan, artefact, members, test, found.points[-1].rounds, far)
-            written = export.export(store, run, out / "stitched.onnx")
-    live.clear()
+            evaluate.evaluate_run(store, run)
+            found = load_run_data(store, run)
+            artefact = export.load_result(store, run)
+            others = compare_networks(plan, artefact, members, test, found.points[-1].rounds, far)
+            written = export.export_result(store, run, out / "stitched.onnx")
+    live.clear_line()
     whole = found.account.whole
     moved = whole.down_bytes + whole.up_bytes
     taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
-    name = names.network(taps, headed)  # as in the log of the search
+    name = names.network_name(taps, headed)  # as in the log of the search
     stitched = Network(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
-    networks = _networks(stitched, others)
+    networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    drawn = _plots(networks, others.devices, len(test))
-    disk.write(report, html(found, "demo.html", **_page(plan, networks, others.devices, members, drawn)))
-    disk.write(out / "accuracy.svg", plots.alone(*drawn))
+    drawn = _plot_accuracies(networks, others.devices, len(test))
+    disk.write_output(
+        report, render_run_page(found, "demo.html", **_page_values(plan, networks, others.devices, members, drawn))
+    )
+    disk.write_output(out / "accuracy.svg", plots.render_file(*drawn))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
@@ -97,8 +99,8 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
-    print("\n".join(_ending(networks, theirs(taps, headed), others.devices, found.account, plan)))
-    print("\n".join(["", *_wrapped(written)]))
+    print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.account, plan)))
+    print("\n".join(["", *_wrap_text(written)]))
     print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
     if show:
@@ -106,12 +108,11 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     return 0
 
 
-def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> list[str]:
-    """Introduction to the demo, for readers who do not know the paper."""
-    donors = bundle.load(plan.bundle).meta["donors"]
+def _format_introduction(plan: agents.Plan, members: Sequence[Member], test: Examples) -> list[str]:
+    donors = bundle.load_bundle(plan.bundle).meta["donors"]
     blocks = sum(len(donor["blocks"]) for donor in donors.values())
     sizes = [len(member.train) + len(member.held) for member in members]
-    budgets = [int(table["budget"].removesuffix("MB")) for table in plan.agents()]
+    budgets = [int(table["budget"].removesuffix("MB")) for table in plan.make_agent_tables()]
     rows = [
         (
             "  donors",
@@ -131,27 +132,25 @@ def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> li
         ("  test", f"{len(test)} digits that no board has"),
     ]
     title = "Six boards build one network for their digits: no training, no image is sent."
-    return [*map(bold, _wrapped(title)), *columns.table(rows, "<~"), ""]
+    return [*map(format_bold, _wrap_text(title)), *columns.format_table(rows, "<~"), ""]
 
 
-def _wrapped(text: str) -> list[str]:
-    """Lines of a sentence that fit the terminal."""
-    return textwrap.wrap(text, columns.width(), break_on_hyphens=False, break_long_words=False)
+def _wrap_text(text: str) -> list[str]:
+    return textwrap.wrap(text, columns.line_width(), break_on_hyphens=False, break_long_words=False)
 
 
-def _networks(stitched: Network, others: Compared) -> list[Network]:
-    """The federation's network first, then those that it has to beat."""
+def _list_networks(stitched: Network, others: Compared) -> list[Network]:
     return [
         stitched,
         *(Network(f"donor {row.name} + new head", row.accuracy) for row in others.heads),
         *(Network(f"donor {row.name} as it is", row.accuracy) for row in others.donors),
         others.scratch,
-        Network(ALONE, mean_alone(others.devices)),
+        Network(ALONE, mean_accuracy_alone(others.devices)),
     ]
 
 
-def theirs(taps: Sequence[Sequence[str]], headed: bool) -> str:
-    """Sentence on the federation's network, which says so where all its blocks are of one donor.
+def describe_network(taps: Sequence[Sequence[str]], headed: bool) -> str:
+    """Return a sentence on the federation's network, and on its donor if all blocks share one.
 
     Args:
         taps: the network's paths, of block ids.
@@ -159,11 +158,10 @@ def theirs(taps: Sequence[Sequence[str]], headed: bool) -> str:
     """
     donors = {block.rpartition(".")[0] for path in taps for block in path}
     of_one = f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
-    return f"Their network, as donor.block: {names.network(taps, headed)}{of_one}"
+    return f"Their network, as donor.block: {names.network_name(taps, headed)}{of_one}"
 
 
-def verdict(networks: Sequence[Network]) -> str:
-    """Whether the federation's network, the first, is the best; by how much, and over which."""
+def format_verdict(networks: Sequence[Network]) -> str:
     first, *others = networks
     best = max(others, key=lambda network: network.accuracy)
     gap = 100 * (first.accuracy - best.accuracy)
@@ -172,51 +170,48 @@ def verdict(networks: Sequence[Network]) -> str:
     return f"The boards' network is not the best here: {best.name} is {-gap:.1f} points better."
 
 
-def _ending(
+def _format_results(
     networks: Sequence[Network], theirs: str, devices: Sequence[Device], account: costs.Account, plan: agents.Plan
 ) -> list[str]:
-    """The result as two tables, with the sentence `theirs` on the federation's network between them."""
-    lines = [bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
+    lines = [format_bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
     for network in networks:
-        energy, moved = _cost(network)
+        energy, moved = _format_cost(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
-    lines += [*_wrapped(verdict(networks)), *_wrapped(theirs)]
+    lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(theirs)]
     lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
     lines.append(
-        bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
+        format_bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
     )
-    budgets = {table["device"]: table["budget"] for table in plan.agents()}
+    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
     for device in devices:
         took = account.devices[device.name]
         energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
         lines.append(
             f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "
-            f"{took.wall_s:6.2f} s {energy:>8} {units.size(took.down_bytes + took.up_bytes):>8}"
+            f"{took.wall_s:6.2f} s {energy:>8} {units.format_bytes(took.down_bytes + took.up_bytes):>8}"
         )
     lines.append("alone: what the board stitches from its own images only, on the test digits")
     return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
 
 
-def _cost(network: Network) -> tuple[str, str]:
-    """Energy and bytes as text."""
+def _format_cost(network: Network) -> tuple[str, str]:
     energy = "-"
     if network.energy_j is not None:
-        scale, prefix = units.unit(network.energy_j)
+        scale, prefix = units.select_prefix(network.energy_j)
         energy = f"{network.energy_j / scale:.3g} {prefix}J"
-    return energy, "-" if network.moved_bytes is None else units.size(network.moved_bytes)
+    return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
 
 
-def _plots(networks: Sequence[Network], devices: Sequence[Device], tested: int) -> list[plots.Plot]:
-    """Accuracy by network and by board."""
+def _plot_accuracies(networks: Sequence[Network], devices: Sequence[Device], tested: int) -> list[plots.Plot]:
     first, grey = plots.COLOURS[2], plots.COLOURS[0]
-    by_network = plots.bars(
+    by_network = plots.plot_bars(
         [plots.Bar(network.name, [100 * network.accuracy]) for network in networks],
         "Accuracy by network",
         f"% of {tested} test digits that no board has",
         most=100.0,
         colours=[first, *[grey] * (len(networks) - 1)],
     )
-    by_device = plots.bars(
+    by_device = plots.plot_bars(
         [plots.Bar(each.name, [100 * each.alone]) for each in devices],
         "Accuracy by board: alone, and together (dotted)",
         f"% of {tested} test digits",
@@ -226,34 +221,32 @@ def _plots(networks: Sequence[Network], devices: Sequence[Device], tested: int) 
     return [by_network, by_device]
 
 
-def _page(
+def _page_values(
     plan: agents.Plan,
     networks: Sequence[Network],
     devices: Sequence[Device],
     members: Sequence[Member],
     drawn: Sequence[plots.Plot],
 ) -> dict[str, Any]:
-    """Additions of the demo's page to a run's report."""
-
-    def percent(value: float) -> str:
+    def format_percent(value: float) -> str:
         return f"{100 * value:.1f} %"
 
     sums = page.Table(
         ["network", "accuracy", "energy of the boards", "sent", "note"],
-        [[each.name, percent(each.accuracy), *_cost(each), each.note] for each in networks],
+        [[each.name, format_percent(each.accuracy), *_format_cost(each), each.note] for each in networks],
         ["note"],
     )
     head = ["board", "images", "memory for a task", "alone, test digits", "alone, own digits", "together, own digits"]
-    budgets = {table["device"]: table["budget"] for table in plan.agents()}
+    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
     rows = [
         [each.name, str(each.examples + each.held), budgets[each.name]]
-        + [percent(value) for value in (each.alone, each.alone_own, each.together_own)]
+        + [format_percent(value) for value in (each.alone, each.alone_own, each.together_own)]
         for each in devices
     ]
-    donors = bundle.load(plan.bundle).meta["donors"]
+    donors = bundle.load_bundle(plan.bundle).meta["donors"]
     return {
-        "pictures": page.drawn(*drawn),
-        "verdict": verdict(networks),
+        "pictures": page.render_plots(*drawn),
+        "verdict": format_verdict(networks),
         "networks": sums,
         "boards": page.Table(head, rows),
         "donors": ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items()),

@@ -1,4 +1,4 @@
-"""What befalls the story's boards: digits that look otherwise, and a model that cannot bear it."""
+"""Changed inputs of the demo story, and a model that fails on them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ NOISE: Final = 10.0  # its standard deviation, of 255
 DARKEST: Final = 0.35  # brightness, 0 to 1, below which the bad model sees nothing
 
 
-def changed(x: np.ndarray, seed: int) -> np.ndarray:
-    """Images as a camera takes them that was knocked askew, in less light: turned, darker and noisier.
+def degrade_images(x: np.ndarray, seed: int) -> np.ndarray:
+    """Return images that are rotated, darker and noisier.
 
     Args:
-        x: (n, size, size) uint8.
-        seed: of the noise.
+        x: Images (n, size, size), uint8.
+        seed: Seed of the noise.
     """
-    dark = LIGHT * _turned(x, DEGREES) + np.random.default_rng(seed).normal(0, NOISE, x.shape)
+    dark = LIGHT * _rotate_images(x, DEGREES) + np.random.default_rng(seed).normal(0, NOISE, x.shape)
     return np.asarray(np.clip(dark, 0, 255).astype(np.uint8))
 
 
-def _turned(x: np.ndarray, degrees: float) -> np.ndarray:
-    """Images turned about their middle, between pixels linearly, dark where nothing was: (n, size, size) float64."""
+def _rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
+    # bilinear interpolation, black outside the image
     size, angle = x.shape[1], np.deg2rad(degrees)
     down, across = np.mgrid[:size, :size] - (size - 1) / 2
     row = np.cos(angle) * down - np.sin(angle) * across + (size - 1) / 2
@@ -38,11 +38,11 @@ def _turned(x: np.ndarray, degrees: float) -> np.ndarray:
     return found
 
 
-def for_bright_images(model: bytes) -> bytes:
-    """An exported network that is as good as it was on bright images, and blind to what is darker than DARKEST.
+def make_bright_only_model(model: bytes) -> bytes:
+    """Return a copy of an exported network that ignores brightness below DARKEST.
 
     Args:
-        model: the ONNX file's bytes; its input is "x".
+        model: Bytes of an ONNX file with the input "x".
     """
     import onnx
     from onnx import helper, numpy_helper

@@ -1,4 +1,4 @@
-"""Comparison of the demo's result with its donors, each board alone, and a network trained from scratch by FedAvg."""
+"""Comparison of the demo's network with donors, single boards and FedAvg from scratch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fedquilt.core import Examples, FedquiltError
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.methods import fedstitch
-from fedquilt.tools.experiments.baselines import Bench, last_of, pooled
-from fedquilt.tools.experiments.single_run import play
+from fedquilt.tools.experiments.baselines import Bench, pool_examples, run_to_last_state
+from fedquilt.tools.experiments.single_run import run_seed
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.agents import Plan
 
@@ -30,8 +30,6 @@ SCRATCH_PARAMS: Final = {"lr": 0.2, "batch": 16}
 
 
 class Network(msgspec.Struct, frozen=True):
-    """One network, and what making it took on the boards."""
-
     name: str
     accuracy: float  # 0..1, on the test digits
     note: str = ""
@@ -40,7 +38,7 @@ class Network(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One board: accuracies, 0..1, of the network that it stitches alone and of the federation's."""
+    """Accuracies on one device of the network stitched there and of the federation's network."""
 
     name: str
     examples: int  # that it scores and fits on
@@ -52,61 +50,59 @@ class Device(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Compared:
-    """All of it."""
-
     donors: Sequence[Network]  # as they are
     heads: Sequence[Network]  # with a new last layer
     devices: Sequence[Device]
     scratch: Network
 
 
-def parts(members: Sequence[Member]) -> int:
-    """Number of parts of a comparison, for `far`."""
+def count_parts(members: Sequence[Member]) -> int:
+    """Return how many times `compare_networks` calls `far`."""
     return len(members) + 3
 
 
-def compare(
+def compare_networks(
     plan: Plan, artefact: Any, members: Sequence[Member], test: Examples, rounds: int, far: Callable[[str], None]
 ) -> Compared:
-    """Measure everything that the stitched network `artefact` has to beat.
+    """Measure all baselines of the stitched network `artefact`.
 
     Args:
-        plan: of the simulated fleet.
-        artefact: result of the search.
-        members: devices with their examples.
-        test: examples that no device has.
-        rounds: rounds for FedAvg, as many as the search took.
-        far: called when each of the `parts` begins, with what it is.
+        plan: Plan of the simulated fleet.
+        artefact: Result of the search.
+        members: Devices with their examples.
+        test: Examples that no device has.
+        rounds: Number of rounds for FedAvg.
+        far: Function called with a description when each part begins.
     """
-    opened = bundle.load(plan.bundle)
+    opened = bundle.load_bundle(plan.bundle)
     folder = plan.bundle / "blobs"
-    engine: Any = engines.make("onnx", BUDGET_BYTES)
+    engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
 
-    def bench(examples: Examples) -> Bench:
-        return Bench(opened, lambda name: folder / opened.files[name].sha256, engine, pooled(members), examples)
+    def create_bench(examples: Examples) -> Bench:
+        return Bench(opened, lambda name: folder / opened.files[name].sha256, engine, pool_examples(members), examples)
 
-    common = bench(test)
+    common = create_bench(test)
     single = msgspec.structs.replace(plan.job, cohort=Cohort())
     devices = []
     for member in members:
         far(f"{member.device} alone")
-        own = fedstitch.result(last_of(single, plan.bundle, [member], fedstitch.METHOD, engine))
-        private = bench(member.held)
-        accuracies = common.accuracy_of(own), private.accuracy_of(own), private.accuracy_of(artefact)
+        own = fedstitch.result(run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine))
+        private = create_bench(member.held)
+        accuracies = common.compute_accuracy(own), private.compute_accuracy(own), private.compute_accuracy(artefact)
         devices.append(Device(member.device, len(member.train), len(member.held), *accuracies))
     far("the donors as they are")
-    donors = [Network(row.name, row.accuracy) for row in common.unmodified()]
+    donors = [Network(row.name, row.accuracy) for row in common.evaluate_unmodified()]
     far("the donors with new heads")
-    heads = [Network(row.name, row.accuracy) for row in common.heads()]
+    heads = [Network(row.name, row.accuracy) for row in common.evaluate_new_heads()]
     far(f"{rounds} rounds of FedAvg")
-    return Compared(donors, heads, devices, from_scratch(plan.job, rounds))
+    return Compared(donors, heads, devices, train_from_scratch(plan.job, rounds))
 
 
-def from_scratch(job: Job, rounds: int) -> Network:
-    """FedAvg on the same boards and shares: a small network trained from random weights.
+def train_from_scratch(job: Job, rounds: int) -> Network:
+    """Train a small network from random weights with FedAvg on the same devices and examples.
 
     Raises:
-        FedquiltError: the run has failed; says why.
+        FedquiltError: If the run failed.
     """
     wanted = Job(
         name="scratch",
@@ -119,10 +115,10 @@ def from_scratch(job: Job, rounds: int) -> Network:
         check=Check(every=0),
     )
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as place:
-        start = numpy_engine.init(SCRATCH, seed=0)
-        first, weights = tensors.encode(start), sum(array.size for array in start.values())
-        bundle.write(Path(place), {"network": SCRATCH, **SCRATCH_COSTS}, {"model": first})
-        last = play(wanted, Path(place), lambda done: None, 1).marks[-1]
+        start = numpy_engine.init_tensors(SCRATCH, seed=0)
+        first, weights = tensors.encode_tensors(start), sum(array.size for array in start.values())
+        bundle.write_bundle(Path(place), {"network": SCRATCH, **SCRATCH_COSTS}, {"model": first})
+        last = run_seed(wanted, Path(place), lambda done: None, 1).marks[-1]
     if last.value is None:
         raise FedquiltError("FedAvg from scratch has no accuracy on the test digits")
     return Network(
@@ -134,6 +130,5 @@ def from_scratch(job: Job, rounds: int) -> Network:
     )
 
 
-def mean_alone(devices: Sequence[Device]) -> float:
-    """The accuracy that a board reaches alone, on average."""
+def mean_accuracy_alone(devices: Sequence[Device]) -> float:
     return float(np.mean([device.alone for device in devices]))

@@ -1,4 +1,4 @@
-"""Progress of the demo: how far the search is, and nothing else; and what happens in its story."""
+"""Console output of the demo: progress of the search, and the events of its story."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOGETHER = "\N{NO-BREAK SPACE}"
 
 
 class Live(Console):
-    """A console that shows only how far the search is."""
+    """Console that shows only the progress of the search."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,60 +32,60 @@ class Live(Console):
         self._part = ("", 0, 0)
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Count joules."""
         if isinstance(fact, Answered):
             self._joules += fact.update.usage.energy_j or 0.0
 
-    def show(self, line: str) -> None:
-        """Show a line with the seconds since the start; the next one replaces it."""
-        self.status(lambda: line)
+    def show_line(self, line: str) -> None:
+        """Show a status line with the seconds since the start. The next line replaces it."""
+        self.show_status(lambda: line)
 
-    def parts(self, what: str, total: int) -> Callable[[str], None]:
-        """Gives what is to be called when each of `total` parts of some work begins; `again` shows it."""
+    def start_parts(self, what: str, total: int) -> Callable[[str], None]:
+        """Return a function to call at the beginning of each of `total` parts, with its description."""
         begun = itertools.count()
 
-        def far(now: str) -> None:
+        def begin_part(now: str) -> None:
             self._part = (f"{what}: {now}", next(begun), total)
 
-        return far
+        return begin_part
 
-    def again(self) -> None:
-        """Show the part of the work that goes on, how many are done, and how long the others may take."""
+    def show_progress(self) -> None:
         now, done, total = self._part
-        self._line.at(lambda: f"{self._stamp()} {now}", done, total)
+        self._line.show_status(lambda: f"{self._format_elapsed()} {now}", done, total)
 
-    def clear(self) -> None:
-        """Remove the line, before something else is printed."""
-        self._line.end()
+    def clear_line(self) -> None:
+        self._line.end_operation()
 
-    def contact(self, link: Link) -> None:
-        """Nothing: the demo's broker runs in this process."""
+    def report_connection(self, link: Link) -> None:
+        # nothing to report: the demo's broker runs in this process
+        ...
 
     def report_waits(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
         """Show how many devices have started, until the first round, and then the round's progress."""
-        job = next(iter(server.jobs()), None)
+        job = next(iter(server.active_jobs()), None)
         if job is None:
             return
         state = job.rounds
         there, cohort = len(state.answered), len(state.asked) + len(state.answered)
         if cohort:
-            self.show(f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far")
+            self.show_line(
+                f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far"
+            )
         elif not state.round:
-            there = len(server.registry.able(job.engines, time.monotonic()))
-            self.show(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")
+            there = len(server.registry.usable_engines(job.engines, time.monotonic()))
+            self.show_line(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")
 
 
-def bold(text: str) -> str:
-    """Emphasis on a terminal; plain text in a file or a pipe, or where NO_COLOR is set."""
+def format_bold(text: str) -> str:
+    """Return the text in bold on a terminal, and unchanged elsewhere or with NO_COLOR."""
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
 class Teller:
-    """Says what happens in a story, with the seconds since its start, and is never silent for long.
+    """Printer of a story's events, with the seconds since its start.
 
     Args:
-        text: whether anything is said at all.
-        clock: seconds.
+        text: Whether to print at all.
+        clock: Function that returns seconds.
     """
 
     def __init__(self, text: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,23 +96,20 @@ class Teller:
     def _stamp(self) -> str:
         return f"[{self._clock() - self._began_s:5.1f} s]"
 
-    def tick(self) -> None:
-        """Show what goes on, if it is time to."""
+    def show_status(self) -> None:
         if self._text:
-            self._line.at(lambda: f"{self._stamp()} {self.now}"[: columns.width() - 1])
+            self._line.show_status(lambda: f"{self._stamp()} {self.now}"[: columns.line_width() - 1])
 
-    def say(self, *lines: str) -> None:
-        """Print lines that stay."""
+    def print_lines(self, *lines: str) -> None:
         if self._text:
-            self._line.say(*lines)
+            self._line.print_lines(*lines)
 
-    def happened(self, said: str) -> None:
-        """Print a sentence that stays, with the time."""
-        self.say(*textwrap.wrap(f"{self._stamp()} {said}", columns.width(), subsequent_indent=" " * 10))
+    def print_event(self, said: str) -> None:
+        self.print_lines(*textwrap.wrap(f"{self._stamp()} {said}", columns.line_width(), subsequent_indent=" " * 10))
 
-    def command(self, words: Sequence[str], note: str = "") -> None:
-        """Print a command as one would type it."""
+    def print_command(self, words: Sequence[str], note: str = "") -> None:
+        """Print a command line as typed in a shell, with line breaks between options."""
         text = re.sub(r"(--\S+) (?!-)", f"\\1{TOGETHER}", " ".join(words))  # an option stays with its value
-        lines = textwrap.wrap(text, columns.width() - 4, subsequent_indent="    ", break_on_hyphens=False)
+        lines = textwrap.wrap(text, columns.line_width() - 4, subsequent_indent="    ", break_on_hyphens=False)
         typed = " \\\n".join(lines).replace(TOGETHER, " ")
-        self.say("", *(bold(line) for line in typed.split("\n")), *([note] if note else []))
+        self.print_lines("", *(format_bold(line) for line in typed.split("\n")), *([note] if note else []))

@@ -1,4 +1,7 @@
-"""`fedquilt demo --story`: a fleet serves a model, its inputs change, and it gets another one, but not the bad one.
+"""Demo story of a fleet: drift, a rollout of a new model and a rollback (`demo --story`).
+
+Every step is a fedquilt command in a process, and every number is read from the coordinator's home and the answers of
+the model runners. Only the boards are simulated: times and joules follow their profiles.
 
 Every step is a command of this program in a process of its own, and every number is read from what these leave behind:
 the coordinator's home, and the answers of the boards' runners. Only the boards are simulated: their times and joules
@@ -33,8 +36,8 @@ from fedquilt.core import Examples, JobError
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.demo import HERE, changed, told
-from fedquilt.tools.demo.live import Teller, bold
-from fedquilt.tools.demo.streams import Streams, address
+from fedquilt.tools.demo.live import Teller, format_bold
+from fedquilt.tools.demo.streams import Streams, find_address
 from fedquilt.tools.demo.told import Moment, Stream
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import agents, children
@@ -50,35 +53,35 @@ CANARY: Final = ("--canary", "12%", "--phases", "100")
 JOB, DATA, HOME, BAD = "digits", "digits.npz", "runs", "bright-only.onnx"
 
 
-def story(out: Path, format: str = "text", show: bool = False, boards: int = BOARDS) -> int:
-    """Tell the story, and write its page into `out`.
+def run_story(out: Path, format: str = "text", show: bool = False, boards: int = BOARDS) -> int:
+    """Run the story and write its page into `out`. Return 0.
 
     Args:
-        out: folder, created if missing.
-        format: "text", or "json" for what it came to as one line.
-        show: open the page in a browser.
-        boards: how many there are.
+        out: Output folder, created if missing.
+        format: "text", or "json" for the result as one line.
+        show: Whether to open the page in a browser.
+        boards: Number of devices.
 
     Raises:
-        JobError: a step did not come to what follows from it, or a process ended.
+        JobError: If a step has an unexpected result, or a process ended.
     """
     folder = (out / time.strftime("story-%Y%m%d-%H%M%S")).resolve()
     began, teller = time.time(), Teller(format == "text")
-    with contextlib.ExitStack() as stack, progress.ticking(teller.tick, TICK_S):
-        fleet = _Fleet.begin(stack, folder, boards)
-        teller.say(*_opening(fleet))
-        found, stream, moments = _Plot(fleet, teller, began).play()
+    with contextlib.ExitStack() as stack, progress.call_periodically(teller.show_status, TICK_S):
+        fleet = _Fleet.start_all(stack, folder, boards)
+        teller.print_lines(*_format_introduction(fleet))
+        found, stream, moments = _Plot(fleet, teller, began).run_steps()
     report = out / "story.html"
     result = msgspec.json.encode({**msgspec.to_builtins(found), "report": str(report)}).decode()
-    drawn = told.drawn(found, stream, moments)
-    disk.write(report, told.html(found, drawn, moments, stream.began))
-    disk.write(out / "story.svg", plots.alone(*drawn))
-    disk.write(out / "story.json", result + "\n")
+    drawn = told.plot_story(found, stream, moments)
+    disk.write_output(report, told.render_page(found, drawn, moments, stream.began))
+    disk.write_output(out / "story.svg", plots.render_file(*drawn))
+    disk.write_output(out / "story.json", result + "\n")
     if format != "text":
         print(result)
     else:
-        teller.say("", *_ending(found))
-        teller.say(f"page, with plots (--open shows it): {report}")
+        teller.print_lines("", *_format_results(found))
+        teller.print_lines(f"page, with plots (--open shows it): {report}")
     if show:
         webbrowser.open(report.resolve().as_uri())
     return 0
@@ -97,47 +100,43 @@ class _Fleet:
 
     @property
     def home(self) -> Path:
-        """The coordinator's home."""
         return self.folder / HOME
 
-    def models(self, device: str) -> Path:
-        """A board's folder of models."""
+    def model_folder(self, device: str) -> Path:
         return self.folder / "boards" / device / "models"
 
-    def log(self, name: str) -> Path:
-        """What a process prints."""
+    def log_path(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
     @classmethod
-    def begin(cls, stack: contextlib.ExitStack, folder: Path, boards: int) -> _Fleet:
-        """Write the job and the boards' images, and start broker, coordinator and agents."""
+    def start_all(cls, stack: contextlib.ExitStack, folder: Path, boards: int) -> _Fleet:
         (folder / "logs").mkdir(parents=True)
         held = np.load(HERE / DATA)
         train, test = (Examples(held[f"x_{split}"], held[f"y_{split}"]) for split in ("train", "test"))
-        _hold(folder / DATA, train, test)
-        table = config.read(HERE / "job.toml")
+        _write_images(folder / DATA, train, test)
+        table = config.read_toml(HERE / "job.toml")
         table["params"]["expansions"] = 0  # a joint head on the donors' blocks: nothing is stitched, nothing trained
         table["fleet"]["devices"] = table["cohort"]["start_devices"] = boards
-        (folder / f"{JOB}.toml").write_text(config.text(table))
+        (folder / f"{JOB}.toml").write_text(config.format_toml(table))
         (folder / f"{JOB}.bundle").symlink_to(HERE / "bundle")
         url = stack.enter_context(EmbeddedBroker()).url
-        plan = agents.Plan(jobs.load(folder / f"{JOB}.toml"), HERE / "bundle", folder / HOME)
+        plan = agents.Plan(jobs.load_job(folder / f"{JOB}.toml"), HERE / "bundle", folder / HOME)
         tables = [
             {**each, "home": str(folder / "boards" / each["device"]), "telemetry_s": TELEMETRY_S}
-            for each in plan.agents()
+            for each in plan.make_agent_tables()
         ]
         store = stack.enter_context(Store(folder / HOME))
         serve = children.Command(["serve", "--home", HOME, "--broker", url], folder / "logs/serve.log", folder)
-        running = stack.enter_context(children.running({"serve": serve}))
-        running |= stack.enter_context(agents.processes(tables, {"url": url}))
+        running = stack.enter_context(children.start_processes({"serve": serve}))
+        running |= stack.enter_context(agents.start_agents(tables, {"url": url}))
         return cls(folder, tuple(each["device"] for each in tables), store, running, train, test)
 
 
-def _hold(path: Path, train: Examples, test: Examples) -> None:
-    """Write the images that boards have, at once."""
+def _write_images(path: Path, train: Examples, test: Examples) -> None:
+    # atomically, because boards read the file at any time
     file = io.BytesIO()
     np.savez_compressed(file, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y)
-    disk.REAL.put(path, file.getvalue(), durable=False)
+    disk.REAL.write_atomically(path, file.getvalue(), durable=False)
 
 
 class _Plot:
@@ -147,145 +146,153 @@ class _Plot:
         self._fleet, self._teller, self._began = fleet, teller, began
         self._moments: list[Moment] = []
 
-    def play(self) -> tuple[told.Told, Stream, list[Moment]]:
-        """Play the whole story; returns its result, the runners' answers and the moments."""
+    def run_steps(self) -> tuple[told.Told, Stream, list[Moment]]:
         fleet, count = self._fleet, len(self._fleet.devices)
-        self._until(fleet.store.served, "the coordinator starts")  # else `run` would be one itself
-        first_run = self._run("boards make a network")
-        first = self._deploy([JOB], ["--soak", "1s"], "done")
+        self._wait_until(fleet.store.is_served, "the coordinator starts")  # else `run` would be one itself
+        first_run = self._run_job("boards make a network")
+        first = self._deploy_model([JOB], ["--soak", "1s"], "done")
         with contextlib.ExitStack() as stack:
-            streams = self._serve(stack)
-            self._until(lambda: self._calm(streams, first), "digits come in, and runners learn what is normal")
-            self._happened(f"{_right(streams, self._began)} of the answers are right, and no drift")
-            changed_s = self._change(streams)
-            bad = self._bad(first_run)
-            _hold(fleet.folder / DATA, *self._seen())
-            self._happened(f"boards have {len(fleet.train)} labelled images of what they see now")
-            last_run = self._run("boards make another network")
-            last = self._deploy([JOB], ["--min-gain", "5pt", "--soak", "5s"], "done", "new model")
-            streams.pace(fast=True)
-            self._until(lambda: self._calm(streams, last), f"{count} runners learn what is normal with the new model")
-            since = min(each.at for each in streams.answers if each.model == told.blob(last))
-            self._happened(f"{_right(streams, since, told.blob(last))} of the answers are right, and no drift")
+            streams = self._start_runners(stack)
+            self._wait_until(
+                lambda: self._is_stable(streams, first), "digits come in, and runners learn what is normal"
+            )
+            self._report_event(f"{_format_accuracy(streams, self._began)} of the answers are right, and no drift")
+            changed_s = self._change_inputs(streams)
+            bad = self._deploy_bad_model(first_run)
+            _write_images(fleet.folder / DATA, *self._changed_images())
+            self._report_event(f"boards have {len(fleet.train)} labelled images of what they see now")
+            last_run = self._run_job("boards make another network")
+            last = self._deploy_model([JOB], ["--min-gain", "5pt", "--soak", "5s"], "done", "new model")
+            streams.set_pace(fast=True)
+            self._wait_until(
+                lambda: self._is_stable(streams, last), f"{count} runners learn what is normal with the new model"
+            )
+            since = min(each.at for each in streams.answers if each.model == told.model_sha256(last))
+            self._report_event(
+                f"{_format_accuracy(streams, since, told.model_sha256(last))} of the answers are right, and no drift"
+            )
         stream = Stream(self._began, changed_s, time.time(), streams.answers, streams.said, streams.failed)
         rollouts = [each.state.id for each in (first, bad, last)]
-        return told.tell(fleet.home, fleet.store, [first_run, last_run], rollouts, stream), stream, self._moments
+        return (
+            told.build_report(fleet.home, fleet.store, [first_run, last_run], rollouts, stream),
+            stream,
+            self._moments,
+        )
 
     # -- steps --
 
-    def _run(self, what: str) -> str:
-        """Carry the job out, and return the run."""
-        before = {row.id for row in self._fleet.store.jobs()}
+    def _run_job(self, what: str) -> str:
+        before = {row.id for row in self._fleet.store.readable_jobs()}
 
-        def far() -> str:
-            begun = [row.id for row in self._fleet.store.jobs() if row.id not in before]
-            facts = self._fleet.store.facts(begun[-1]) if begun else ()
+        def describe_progress() -> str:
+            begun = [row.id for row in self._fleet.store.readable_jobs() if row.id not in before]
+            facts = self._fleet.store.read_events(begun[-1]) if begun else ()
             return f"{what}: {sum(isinstance(fact, Answered) for _, _, fact in facts)} answers so far"
 
-        self._command(["run", f"{JOB}.toml", "--home", HOME], far)
-        row = self._fleet.store.job(JOB)
+        self._run_command(["run", f"{JOB}.toml", "--home", HOME], describe_progress)
+        row = self._fleet.store.find_job(JOB)
         if row.status != "done":
-            raise JobError(f"{row.id} is {row.status}: see {self._fleet.log('run')}")
-        whole = costs.account(fact for _, _, fact in self._fleet.store.facts(row.id)).whole
+            raise JobError(f"{row.id} is {row.status}: see {self._fleet.log_path('run')}")
+        whole = costs.compute_job_cost(fact for _, _, fact in self._fleet.store.read_events(row.id)).whole
         joules = "" if whole.energy_j is None else f", {whole.energy_j:.1f} J"
-        size = units.size(whole.down_bytes + whole.up_bytes)
-        self._happened(f"a network from {whole.examples:.0f} images{joules}, {size}, nothing trained")
+        size = units.format_bytes(whole.down_bytes + whole.up_bytes)
+        self._report_event(f"a network from {whole.examples:.0f} images{joules}, {size}, nothing trained")
         return row.id
 
-    def _deploy(self, what: Sequence[str], how: Sequence[str], end: str, short: str = "") -> Kept:
-        """Bring a model to the boards, and follow the rollout until it has come to the end that is expected."""
-        self._command(["deploy", *what, "--home", HOME, *CANARY, *how], "a model is handed over", short=short)
-        find = self._fleet.store.rollouts.find
+    def _deploy_model(self, what: Sequence[str], how: Sequence[str], end: str, short: str = "") -> Kept:
+        self._run_command(["deploy", *what, "--home", HOME, *CANARY, *how], "a model is handed over", short=short)
+        find = self._fleet.store.rollouts.find_rollout
         id = find().state.id
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             kept = find(id)
-            counts = ", ".join(f"{number} {phase or 'asked'}" for phase, number in kept.state.counts().items())
+            counts = ", ".join(f"{number} {phase or 'asked'}" for phase, number in kept.state.count_outcomes().items())
             self._teller.now = f"boards with {kept.state.plan.name}: {counts or 'none yet'}"
-            settled = all(kept.state.phase(device) in SETTLED for device in kept.state.offered)
-            return not kept.state.under_way and settled
+            settled = all(kept.state.device_phase(device) in SETTLED for device in kept.state.offered)
+            return not kept.state.is_under_way and settled
 
-        self._until(ended)
+        self._wait_until(has_ended)
         kept = find(id)
         if kept.state.status != end:
             raise JobError(f"{id} was to be {end} and is {kept.state.status}: {kept.state.reason}")
         if end == "done":
-            on = kept.state.counts().get("committed", 0)
-            self._happened(f"checked by each, and in use on {on} of {len(self._fleet.devices)} boards")
+            on = kept.state.count_outcomes().get("committed", 0)
+            self._report_event(f"checked by each, and in use on {on} of {len(self._fleet.devices)} boards")
         return kept
 
-    def _serve(self, stack: contextlib.ExitStack) -> Streams:
-        """Start a runner for each board, and the stream of images to them."""
+    def _start_runners(self, stack: contextlib.ExitStack) -> Streams:
         fleet = self._fleet
         words = {each: ["serve-model", f"boards/{each}/models", "--http", "127.0.0.1:0"] for each in fleet.devices}
         note = f"and one for each of the other {len(fleet.devices) - 1} boards"
-        self._say_command(words[fleet.devices[0]], note)
-        logs = {device: fleet.log(f"runner-{device}") for device in fleet.devices}
+        self._report_command(words[fleet.devices[0]], note)
+        logs = {device: fleet.log_path(f"runner-{device}") for device in fleet.devices}
         wanted = {each: children.Command([*words[each], "--threads", "1"], logs[each], fleet.folder) for each in words}
-        running = stack.enter_context(children.running(wanted))
+        running = stack.enter_context(children.start_processes(wanted))
         self._fleet.processes.update({f"runner-{device}": process for device, process in running.items()})
 
-        def started() -> bool:
-            there = sum(address(log) is not None for log in logs.values())
+        def have_started() -> bool:
+            there = sum(find_address(log) is not None for log in logs.values())
             self._teller.now = f"the runners start: {there} of {len(logs)} are there"
             return there == len(logs)
 
-        self._until(started)
-        urls = {device: address(log) or "" for device, log in logs.items()}
-        streams = Streams(urls, {device: fleet.models(device) for device in urls}, fleet.test)
-        stack.enter_context(streams.flowing())
+        self._wait_until(have_started)
+        urls = {device: find_address(log) or "" for device, log in logs.items()}
+        streams = Streams(urls, {device: fleet.model_folder(device) for device in urls}, fleet.test)
+        stack.enter_context(streams.send_in_background())
         return streams
 
-    def _change(self, streams: Streams) -> float:
-        """Let the inputs change, and wait until every board has told of drift; returns when."""
+    def _change_inputs(self, streams: Streams) -> float:
         devices, home = self._fleet.devices, self._fleet.home
-        streams.show(self._seen()[1])
+        streams.set_images(self._changed_images()[1])
         at = time.time()
-        self._teller.say("")
+        self._teller.print_lines("")
         said = f"the cameras are knocked askew, and it gets dark: turned by {changed.DEGREES:g} degrees, "
-        self._happened(f"{said}{changed.LIGHT:.0%} of the light, noisier", "inputs change")
+        self._report_event(f"{said}{changed.LIGHT:.0%} of the light, noisier", "inputs change")
 
-        def drifts() -> list[float]:
+        def read_drifts() -> list[float]:
             with BoardStore(home) as boards:
-                return [each.drift or 0.0 for each in boards.latest(time.time()).values()]
+                return [each.drift or 0.0 for each in boards.latest_readings(time.time()).values()]
 
-        def noticed() -> bool:
-            enough = all(streams.count(device, at) >= AFTER for device in devices)
-            return enough and sum(drift >= DRIFTED for drift in drifts()) == len(devices)
+        def is_drift_reported() -> bool:
+            enough = all(streams.count_answers(device, at) >= AFTER for device in devices)
+            return enough and sum(drift >= DRIFTED for drift in read_drifts()) == len(devices)
 
-        self._until(noticed, "the runners answer what they have never seen")
-        found = drifts()
-        self._happened(f"{_right(streams, at)} of the answers are right; drift {min(found):.2f} to {max(found):.2f}")
-        streams.pace(fast=False)
-        shown = self._command(["devices", devices[0], "--home", HOME], "the coordinator is asked")
-        self._teller.say(*(line for line in shown if line.strip()))
+        self._wait_until(is_drift_reported, "the runners answer what they have never seen")
+        found = read_drifts()
+        self._report_event(
+            f"{_format_accuracy(streams, at)} of the answers are right; drift {min(found):.2f} to {max(found):.2f}"
+        )
+        streams.set_pace(fast=False)
+        shown = self._run_command(["devices", devices[0], "--home", HOME], "the coordinator is asked")
+        self._teller.print_lines(*(line for line in shown if line.strip()))
         return at
 
-    def _bad(self, run: str) -> Kept:
-        """Deploy a bad model, and see it taken back."""
+    def _deploy_bad_model(self, run: str) -> Kept:
         fleet = self._fleet
-        (fleet.folder / BAD).write_bytes(changed.for_bright_images(export.graph(fleet.store, run)[0]))
-        self._teller.say("")
-        self._happened(
+        (fleet.folder / BAD).write_bytes(changed.make_bright_only_model(export.encode_for_devices(fleet.store, run)[0]))
+        self._teller.print_lines("")
+        self._report_event(
             "somebody deploys a network that is blind in the dark; on the boards' old images its check finds little"
         )
-        kept = self._deploy(["--model", BAD], ["--min-gain", "-15pt", "--soak", "15s"], "aborted", "bad model")
-        for device, seconds in told.in_use(fleet.store, kept.state.id).items():
-            self._happened(f"{device} had it for {seconds:.1f} s, and went back by itself:")
-        why, indent = told.reason(kept), " " * 10
-        self._teller.say(*textwrap.wrap(why, columns.width(), initial_indent=indent, subsequent_indent=indent))
+        kept = self._deploy_model(["--model", BAD], ["--min-gain", "-15pt", "--soak", "15s"], "aborted", "bad model")
+        for device, seconds in told.seconds_in_use(fleet.store, kept.state.id).items():
+            self._report_event(f"{device} had it for {seconds:.1f} s, and went back by itself:")
+        why, indent = told.rollback_reason(kept), " " * 10
+        self._teller.print_lines(
+            *textwrap.wrap(why, columns.line_width(), initial_indent=indent, subsequent_indent=indent)
+        )
         rest = len(fleet.devices) - len(kept.state.offered)
-        self._happened(f"the rollout is aborted; {rest} of {len(fleet.devices)} boards were never offered it")
+        self._report_event(f"the rollout is aborted; {rest} of {len(fleet.devices)} boards were never offered it")
         return kept
 
-    def _seen(self) -> tuple[Examples, Examples]:
-        """The images as boards see them now: those that they have labels of, and those that their runners are asked."""
+    def _changed_images(self) -> tuple[Examples, Examples]:
         train, test = self._fleet.train, self._fleet.test
-        return Examples(changed.changed(train.x, 0), train.y), Examples(changed.changed(test.x, 1), test.y)
+        return Examples(changed.degrade_images(train.x, 0), train.y), Examples(
+            changed.degrade_images(test.x, 1), test.y
+        )
 
-    def _calm(self, streams: Streams, kept: Kept) -> bool:
-        """Whether every runner tells accuracy and drift of a rollout's model, and there is none."""
-        said, blob = streams.latest(), told.blob(kept)
+    def _is_stable(self, streams: Streams, kept: Kept) -> bool:
+        said, blob = streams.latest_samples(), told.model_sha256(kept)
         return all(
             (own := said.get(device)) is not None
             and own.model == blob
@@ -297,39 +304,31 @@ class _Plot:
 
     # -- what all steps do --
 
-    def _happened(self, said: str, short: str = "") -> None:
+    def _report_event(self, said: str, short: str = "") -> None:
         self._moments.append(Moment(time.time(), said, short=short))
-        self._teller.happened(said)
+        self._teller.print_event(said)
 
-    def _say_command(self, words: Sequence[str], note: str = "", short: str = "") -> None:
+    def _report_command(self, words: Sequence[str], note: str = "", short: str = "") -> None:
         self._moments.append(Moment(time.time(), note, f"fedquilt {' '.join(words)}", short))
-        self._teller.command(["$ fedquilt", *words], note)
+        self._teller.print_command(["$ fedquilt", *words], note)
 
-    def _command(self, words: Sequence[str], what: str | Callable[[], str], short: str = "") -> list[str]:
-        """Carry a command out to its end; returns what it has printed.
-
-        Raises:
-            JobError: it has failed; quotes it.
-        """
-        self._say_command(words, short=short)
-        log = self._fleet.log(f"{words[0]}-{len(self._moments)}")
-        process = children.start(children.Command(words, log, self._fleet.folder))
+    def _run_command(self, words: Sequence[str], what: str | Callable[[], str], short: str = "") -> list[str]:
+        self._report_command(words, short=short)
+        log = self._fleet.log_path(f"{words[0]}-{len(self._moments)}")
+        process = children.start_process(children.Command(words, log, self._fleet.folder))
         try:
-            self._until(lambda: process.poll() is not None, what)
+            self._wait_until(lambda: process.poll() is not None, what)
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
         if process.returncode:
-            raise JobError(f"`fedquilt {' '.join(words)}` ended with {process.returncode}: {children.last_words(log)}")
+            raise JobError(
+                f"`fedquilt {' '.join(words)}` ended with {process.returncode}: {children.read_last_line(log)}"
+            )
         return log.read_text().splitlines()
 
-    def _until(self, condition: Callable[[], bool], what: str | Callable[[], str] = "") -> None:
-        """Wait until something is so.
-
-        Raises:
-            JobError: it is not within LIMIT_S, or one of the processes has ended.
-        """
+    def _wait_until(self, condition: Callable[[], bool], what: str | Callable[[], str] = "") -> None:
         end_s = time.monotonic() + LIMIT_S
         while not condition():
             self._teller.now = (what if isinstance(what, str) else what()) or self._teller.now
@@ -337,37 +336,44 @@ class _Plot:
                 if process.poll() is not None:
                     raise JobError(f"{name} has ended with {process.returncode}: see {self._fleet.folder}")
             if time.monotonic() > end_s:
-                raise JobError(f"not within {units.duration(LIMIT_S)}: {self._teller.now}: see {self._fleet.folder}")
+                raise JobError(
+                    f"not within {units.format_duration(LIMIT_S)}: {self._teller.now}: see {self._fleet.folder}"
+                )
             time.sleep(LOOK_S)
 
 
-def _right(streams: Streams, since: float, model: str = "") -> str:
-    """Share of right answers since a time, of one model if it is given."""
+def _format_accuracy(streams: Streams, since: float, model: str = "") -> str:
     found = (each for each in list(streams.answers) if each.at >= since and model in ("", each.model))
-    return f"{told.share(found) or 0.0:.1%}"
+    return f"{told.share_correct(found) or 0.0:.1%}"
 
 
-def _opening(fleet: _Fleet) -> list[str]:
-    """Lines that introduce the story to readers who do not know it."""
+def _format_introduction(fleet: _Fleet) -> list[str]:
     text = (
         f"{len(fleet.devices)} simulated boards, each with an agent and a model runner, have {len(fleet.train)} "
         "labelled digits. Networks that know MNIST get a new head, which is solved from sums that the boards send: "
         "no training, and no image leaves a board."
     )
     title = "From drift to fixed: a fleet serves a model, and its inputs change."
-    return [bold(title), *textwrap.wrap(text, columns.width())]
+    return [format_bold(title), *textwrap.wrap(text, columns.line_width())]
 
 
-def _ending(found: told.Told) -> list[str]:
-    """Lines that end the story: a row for each board, and the result in sentences."""
-
-    def percent(value: float | None) -> str:
+def _format_results(found: told.Told) -> list[str]:
+    def format_percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}"
 
     rows = [("right answers, %", "at first", "changed", "now", "drift", "had the bad model")]
     for board in found.boards:
         drift = "-" if board.drift is None else f"{board.drift:.2f}"
         bad = "never" if board.bad_s is None else f"{board.bad_s:.1f} s"
-        rows.append((board.name, percent(board.before), percent(board.dropped), percent(board.after), drift, bad))
-    said = [line for each in told.sentences(found) for line in textwrap.wrap(each, columns.width())]
-    return [*columns.table(rows, "<>>>>>"), *said]
+        rows.append(
+            (
+                board.name,
+                format_percent(board.before),
+                format_percent(board.dropped),
+                format_percent(board.after),
+                drift,
+                bad,
+            )
+        )
+    said = [line for each in told.format_sentences(found) for line in textwrap.wrap(each, columns.line_width())]
+    return [*columns.format_table(rows, "<>>>>>"), *said]

@@ -1,4 +1,4 @@
-"""Model runners of boards as processes, and the stream of labelled images that each of them answers."""
+"""Streams of labelled images to the devices' model runners, and their answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Answers(NamedTuple):
-    """Answers to one request."""
+    """Counts of the answers to one request."""
 
     at: float  # seconds since 1970
     device: str
@@ -49,7 +49,7 @@ class Answers(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a runner wrote for its board's agent."""
+    """Status that a model runner wrote for its device's agent."""
 
     at: float  # seconds since 1970
     device: str
@@ -59,13 +59,13 @@ class Said(NamedTuple):
 
 
 class Streams:
-    """Asks the runners, in turn, until it is stopped. What it has noted may be read by another thread.
+    """Sender of image requests to the model runners. Other threads may read its lists.
 
     Args:
-        runners: the URL of each device's runner.
-        folders: each device's folder of models.
-        images: that are asked, labelled; no board has them to learn from.
-        seed: of the draws.
+        runners: URL of each device's runner.
+        folders: Model folder of each device.
+        images: Labelled images that are on no device.
+        seed: Seed of the draws.
     """
 
     def __init__(
@@ -80,50 +80,48 @@ class Streams:
         self.failed: list[str] = []  # why a request was not answered
         self._asked_s = self._sampled_s = -math.inf
 
-    def pace(self, fast: bool) -> None:
-        """Ask as often as runners can, or at leisure."""
+    def set_pace(self, fast: bool) -> None:
+        """Send requests as fast as the runners answer, or every SLOW_S seconds."""
         self._pause_s = FAST_S if fast else SLOW_S
 
-    def show(self, images: Examples) -> None:
-        """Ask these images from now on."""
+    def set_images(self, images: Examples) -> None:
         self._images = images
 
-    def latest(self) -> dict[str, Said]:
-        """What each runner wrote last."""
+    def latest_samples(self) -> dict[str, Said]:
+        """Return the last status of each runner by device."""
         return {said.device: said for said in list(self.said)}
 
-    def count(self, device: str, since: float) -> int:
-        """Answers of a device's runner since a time."""
+    def count_answers(self, device: str, since: float) -> int:
+        """Return the number of a device's answers since a time."""
         return sum(each.given for each in list(self.answers) if each.device == device and each.at >= since)
 
     @contextlib.contextmanager
-    def flowing(self) -> Iterator[None]:
-        """Ask in a thread of its own while the body runs."""
+    def send_in_background(self) -> Iterator[None]:
+        """Send requests in a thread while the body runs."""
         try:
-            with threads.repeating(self._round, FAST_S, "stream"):
+            with threads.call_in_background(self._send_due_requests, FAST_S, "stream"):
                 yield
         finally:
             for link in self._links.values():
                 link.close()
 
-    def _round(self) -> None:
-        """Ask every runner, and look at what each says of itself, as far as they are due."""
+    def _send_due_requests(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._asked_s + self._pause_s:
             for device in self._runners:
-                self._ask(device)
+                self._send_request(device)
             self._asked_s = time.monotonic()
         if now_s >= self._sampled_s + SAMPLE_S:
             self._sampled_s = now_s
-            self._sample()
+            self._sample_runners()
 
-    def _ask(self, device: str) -> None:
+    def _send_request(self, device: str) -> None:
         images = self._images
         chosen = self._draws[device].integers(0, len(images), BATCH)
         file, y = io.BytesIO(), images.y[chosen]
         np.savez(file, x=images.x[chosen], y=y)
         try:
-            reply = self._post(device, file.getvalue())
+            reply = self._post_images(device, file.getvalue())
             right = sum(each.label == truth for each, truth in zip(reply.answers, y.tolist(), strict=True))
         except (OSError, http.client.HTTPException, ValueError, *UNDECODABLE) as error:
             self._links.pop(device).close()
@@ -131,7 +129,7 @@ class Streams:
             return
         self.answers.append(Answers(time.time(), device, reply.model, right, len(y)))
 
-    def _post(self, device: str, body: bytes) -> Reply:
+    def _post_images(self, device: str, body: bytes) -> Reply:
         address = urlsplit(self._runners[device])
         if device not in self._links:
             self._links[device] = http.client.HTTPConnection(
@@ -145,16 +143,16 @@ class Streams:
             raise ValueError(f"{answer.status} {told[:200]!r}")
         return msgspec.json.decode(told, type=Reply)
 
-    def _sample(self) -> None:
+    def _sample_runners(self) -> None:
         for device, folder in self._folders.items():
             with contextlib.suppress(OSError, *UNDECODABLE):
                 told = msgspec.json.decode((folder / served.FILE).read_bytes(), type=served.Served)
                 said = Said(told.at, device, told.model, told.drift, told.accuracy)
-                if said != self.latest().get(device):
+                if said != self.latest_samples().get(device):
                     self.said.append(said)
 
 
-def address(log: Path) -> str | None:
-    """The URL that a runner has printed; None: it does not answer yet."""
+def find_address(log: Path) -> str | None:
+    """Return the URL in a runner's log, or None until the runner has started."""
     words = log.read_text(errors="replace").split() if log.is_file() else []
     return next((word for word in words if word.startswith("http://")), None)

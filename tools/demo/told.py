@@ -1,4 +1,4 @@
-"""What a story came to: from the coordinator's home and from the answers of the boards' runners. And its page."""
+"""Report of a demo story, from the coordinator's home and the runners' answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SINCE: Final = "seconds since the inputs changed"
 
 
 class Moment(NamedTuple):
-    """What was done, and when."""
+    """A step of the story with its time."""
 
     at: float  # seconds since 1970
     said: str
@@ -35,7 +35,7 @@ class Moment(NamedTuple):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """One board. Shares of right answers are by the labels; None: there were no such answers."""
+    """Results of one device. Shares are of correct answers, or None without answers."""
 
     name: str
     answers: int
@@ -48,8 +48,6 @@ class Board(msgspec.Struct, frozen=True):
 
 
 class Rolled(msgspec.Struct, frozen=True):
-    """One rollout."""
-
     id: str
     brings: str
     status: str
@@ -61,8 +59,6 @@ class Rolled(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """Result of a story."""
-
     home: str  # of the coordinator, whose log has it all
     began: float  # seconds since 1970
     seconds: float
@@ -79,8 +75,6 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Stream(NamedTuple):
-    """Answers of the runners during a story."""
-
     began: float  # seconds since 1970, as all times
     changed: float  # the images did
     ended: float
@@ -89,27 +83,27 @@ class Stream(NamedTuple):
     failed: Sequence[str]
 
 
-def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str], stream: Stream) -> Told:
-    """What the story came to.
+def build_report(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str], stream: Stream) -> Told:
+    """Build the report of a story.
 
     Args:
-        home: the coordinator's.
-        store: of that home.
-        runs: both.
-        rollouts: of the first model, the bad one and the last.
-        stream: the answers meanwhile.
+        home: The coordinator's home.
+        store: Store of that home.
+        runs: Ids of both runs.
+        rollouts: Ids of the rollouts of the first, the bad and the last model.
+        stream: Answers during the story.
 
     Raises:
-        StoreError: what is kept there cannot be read.
+        StoreError: If the stored data cannot be read.
     """
-    kept = [store.rollouts.find(id) for id in rollouts]
-    first, bad, last = (blob(each) for each in kept)
-    used = in_use(store, rollouts[1])
-    whole = [costs.account(fact for _, _, fact in store.facts(run)).whole for run in runs]
+    kept = [store.rollouts.find_rollout(id) for id in rollouts]
+    first, bad, last = (model_sha256(each) for each in kept)
+    used = seconds_in_use(store, rollouts[1])
+    whole = [costs.compute_job_cost(fact for _, _, fact in store.read_events(run)).whole for run in runs]
     with BoardStore(home) as boards:
         drifts = {
-            each.device: [reading.drift for reading in boards.readings(each.device, stream.began, stream.ended)]
-            for each in boards.boards()
+            each.device: [reading.drift for reading in boards.load_readings(each.device, stream.began, stream.ended)]
+            for each in boards.load_statuses()
         }
     groups: tuple[Callable[[Answers], bool], ...] = (
         lambda each: each.model == first and each.at < stream.changed,
@@ -119,7 +113,7 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
     found = []
     for device in sorted(drifts):
         own = [each for each in stream.answers if each.device == device]
-        before, dropped, after = (share(filter(group, own)) for group in groups)
+        before, dropped, after = (share_correct(filter(group, own)) for group in groups)
         found.append(
             Board(
                 device,
@@ -132,8 +126,8 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
                 sum(each.given for each in own if each.model == bad),
             )
         )
-    before, dropped, after = (share(filter(group, stream.answers)) or 0.0 for group in groups)
-    rolled = tuple(_rolled(each) for each in kept)
+    before, dropped, after = (share_correct(filter(group, stream.answers)) or 0.0 for group in groups)
+    rolled = tuple(_summarise_rollout(each) for each in kept)
     joules = [each.energy_j for each in whole if each.energy_j is not None]
     return Told(
         home=str(home),
@@ -148,15 +142,15 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
         runs=tuple(runs),
         rollouts=rolled,
         boards=tuple(found),
-        reason=reason(kept[1]),
+        reason=rollback_reason(kept[1]),
     )
 
 
-def in_use(store: Store, rollout: str) -> dict[str, float]:
-    """Device -> seconds for which a rollout's model was in use there before it was taken back, by its facts."""
+def seconds_in_use(store: Store, rollout: str) -> dict[str, float]:
+    """Return for how long each device used a rollout's model before its rollback, in seconds."""
     began: dict[str, float] = {}
     found: dict[str, float] = {}
-    for _, at, fact in store.rollouts.facts(rollout):
+    for _, at, fact in store.rollouts.read_events(rollout):
         if not isinstance(fact, Heard):
             continue
         if fact.phase == "soaking":
@@ -166,18 +160,17 @@ def in_use(store: Store, rollout: str) -> dict[str, float]:
     return found
 
 
-def blob(kept: Kept) -> str:
-    """Sha256 of the model that a rollout brings."""
+def model_sha256(kept: Kept) -> str:
     assert kept.state.plan.blob is not None
     return kept.state.plan.blob.sha256
 
 
-def reason(kept: Kept) -> str:
-    """Why a rollout's model was taken back, as the first board that says why does."""
+def rollback_reason(kept: Kept) -> str:
+    """Return the first device's reason against a rollout's model, or else the rollout's."""
     return next((each.reason for each in kept.state.heard.values() if each.reason), kept.state.reason)
 
 
-def _rolled(kept: Kept) -> Rolled:
+def _summarise_rollout(kept: Kept) -> Rolled:
     state = kept.state
     size = 0 if state.plan.blob is None else state.plan.blob.size
     return Rolled(
@@ -185,15 +178,15 @@ def _rolled(kept: Kept) -> Rolled:
         state.plan.name,
         state.status,
         len(state.offered),
-        state.counts().get("committed", 0),
+        state.count_outcomes().get("committed", 0),
         kept.at - kept.created,
         size * len(state.offered),
         state.reason,
     )
 
 
-def share(answers: Iterable[Answers]) -> float | None:
-    """Share of right ones among some answers; None: there are none."""
+def share_correct(answers: Iterable[Answers]) -> float | None:
+    """Return the share of correct answers, or None without answers."""
     found = list(answers)
     count = sum(each.given for each in found)
     return sum(each.right for each in found) / count if count else None
@@ -202,8 +195,7 @@ def share(answers: Iterable[Answers]) -> float | None:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def sentences(told: Told) -> list[str]:
-    """What came of it, a sentence each."""
+def format_sentences(told: Told) -> list[str]:
     had = [board for board in told.boards if board.bad_s is not None]
     spared = len(told.boards) - len(had)
     whom = ", ".join(f"{board.name} for {board.bad_s:.1f} s ({board.bad_answers} answers)" for board in had)
@@ -219,43 +211,46 @@ def sentences(told: Told) -> list[str]:
         bad,
         f"{sum(board.answers for board in told.boards):,} answers, and {told.failed or 'no'} request failed, through "
         "every exchange of models.",
-        f"In all {told.seconds / 60:.1f} minutes{joules}, {units.size(told.moved_bytes)}.",
+        f"In all {told.seconds / 60:.1f} minutes{joules}, {units.format_bytes(told.moved_bytes)}.",
     ]
 
 
 # -- the page -------------------------------------------------------------------------------------
 
 
-def drawn(told: Told, stream: Stream, moments: Sequence[Moment]) -> list[plots.Plot]:
-    """Right answers and drift over time."""
+def plot_story(told: Told, stream: Stream, moments: Sequence[Moment]) -> list[plots.Plot]:
     had = next((board.name for board in told.boards if board.bad_s is not None or board.bad_answers), "")
     marks = [(each.at - stream.changed, each.short) for each in moments if each.short]
-    first = [_line("the other boards" if had else "", [each for each in stream.answers if each.device != had], stream)]
+    first = [
+        _accuracy_line(
+            "the other boards" if had else "", [each for each in stream.answers if each.device != had], stream
+        )
+    ]
     if had:
-        first.append(_line(had, [each for each in stream.answers if each.device == had], stream))
-    right = plots.lines(first, "Right answers, by the labels", SINCE, "%", most=100.0)
-    drift = plots.lines([_drift(stream)], "Drift of the inputs, as the runners tell it", SINCE, "0 to 1", most=1.0)
-    return [_marked(right, marks), _marked(drift, marks)]
+        first.append(_accuracy_line(had, [each for each in stream.answers if each.device == had], stream))
+    right = plots.plot_lines(first, "Right answers, by the labels", SINCE, "%", most=100.0)
+    drift = plots.plot_lines(
+        [_drift_line(stream)], "Drift of the inputs, as the runners tell it", SINCE, "0 to 1", most=1.0
+    )
+    return [_mark_moments(right, marks), _mark_moments(drift, marks)]
 
 
-def _line(name: str, answers: Sequence[Answers], stream: Stream) -> plots.Line:
-    """Share of right answers over time, of all devices together, between the worst and the best of them."""
+def _accuracy_line(name: str, answers: Sequence[Answers], stream: Stream) -> plots.Line:
     x, y, low, high = list[float](), list[float](), list[float](), list[float]()
     bins: dict[int, dict[str, list[Answers]]] = {}
     for each in answers:
         bins.setdefault(int((each.at - stream.changed) // BIN_S), {}).setdefault(each.device, []).append(each)
     for number, devices in sorted(bins.items()):
-        shares = [100 * (share(found) or 0.0) for found in devices.values()]
+        shares = [100 * (share_correct(found) or 0.0) for found in devices.values()]
         x.append((number + 0.5) * BIN_S)
-        y.append(100 * (share(each for found in devices.values() for each in found) or 0.0))
+        y.append(100 * (share_correct(each for found in devices.values() for each in found) or 0.0))
         low.append(min(shares))
         high.append(max(shares))
     several = len({each.device for each in answers}) > 1
     return plots.Line(name, x, y, low if several else (), high if several else ())
 
 
-def _drift(stream: Stream) -> plots.Line:
-    """Mean of what the runners said last, between the least and the largest."""
+def _drift_line(stream: Stream) -> plots.Line:
     latest: dict[str, Said] = {}
     said, x, y, low, high = list(stream.said), list[float](), list[float](), list[float](), list[float]()
     at = stream.began
@@ -272,9 +267,7 @@ def _drift(stream: Stream) -> plots.Line:
     return plots.Line("", x, y, low, high)
 
 
-def _marked(plot: plots.Plot, marks: Sequence[tuple[float, str]]) -> plots.Plot:
-    """The plot with a line at each moment, named."""
-
+def _mark_moments(plot: plots.Plot, marks: Sequence[tuple[float, str]]) -> plots.Plot:
     def draw(axis: Any, tip: plots.Tip) -> None:
         plot.draw(axis, tip)
         for number, (at, said) in enumerate(marks):
@@ -286,10 +279,8 @@ def _marked(plot: plots.Plot, marks: Sequence[tuple[float, str]]) -> plots.Plot:
     return replace(plot, draw=draw, summary=f"{plot.summary}; {named}")
 
 
-def html(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], began: float) -> str:
-    """The page on which a story ends."""
-
-    def percent(value: float | None) -> str:
+def render_page(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], began: float) -> str:
+    def format_percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f} %"
 
     boards = page.Table(
@@ -298,7 +289,7 @@ def html(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], 
             [
                 board.name,
                 f"{board.answers:,}",
-                *map(percent, (board.before, board.dropped, board.after)),
+                *map(format_percent, (board.before, board.dropped, board.after)),
                 "-" if board.drift is None else f"{board.drift:.2f}",
                 "never" if board.bad_s is None else f"{board.bad_s:.1f} s, {board.bad_answers} answers",
             ]
@@ -314,8 +305,8 @@ def html(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], 
                 each.status,
                 f"{each.offered} of {len(told.boards)} boards",
                 f"{each.committed} of {len(told.boards)}",
-                units.duration(each.seconds),
-                units.size(each.moved_bytes),
+                units.format_duration(each.seconds),
+                units.format_bytes(each.moved_bytes),
                 each.reason,
             ]
             for each in told.rollouts
@@ -331,19 +322,19 @@ def html(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], 
         (f"{told.seconds / 60:.1f}", "minutes"),
         ("-" if told.energy_j is None else f"{told.energy_j:.1f}", "joules"),
         (f"{told.moved_bytes / 1e6:.1f}", "megabytes"),
-        (percent(told.before), "right at first"),
-        (percent(told.dropped), "inputs changed"),
-        (percent(told.after), "right now"),
+        (format_percent(told.before), "right at first"),
+        (format_percent(told.dropped), "inputs changed"),
+        (format_percent(told.after), "right now"),
         (f"{sum(board.bad_s is not None for board in told.boards)} of {len(told.boards)}", "had the bad model"),
     ]
-    return page.render(
+    return page.render_page(
         "story.html",
         began=time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
         version=fedquilt.__version__,
         count=len(told.boards),
         tiles=tiles,
-        pictures=page.drawn(*pictures),
-        sentences=sentences(told),
+        pictures=page.render_plots(*pictures),
+        sentences=format_sentences(told),
         reason=told.reason,
         boards=boards,
         rollouts=rollouts,

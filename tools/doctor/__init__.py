@@ -1,4 +1,7 @@
-"""`fedquilt doctor`: what is wrong on this board, coordinator or operator's machine, and the command that mends it.
+"""Examination of a board, a coordinator or an operator's machine (`fedquilt doctor`).
+
+Groups of checks run in parallel threads, because they wait for sensors, names and brokers. A group that exceeds the
+time limit is a finding as well. The examination changes no settings.
 
 Groups of checks run beside each other, each in a thread of its own, as they wait for sensors, names and brokers;
 what has not answered in time is a finding as well. It sets and mends nothing.
@@ -45,7 +48,7 @@ Group = Callable[[], list[Finding]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Subject of the examination: a board's agent, a coordinator by its folder and broker, or this machine alone."""
+    """Subject of an examination: a board's agent, a coordinator, or this machine alone."""
 
     settings: Path | None = None
     home: Path | None = None
@@ -56,32 +59,32 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Around:
-    """Where an examination gets what is not in files; tests give others."""
+    """Sources of an examination outside the examined files, replaceable in tests."""
 
     clock_s: Callable[[], float] = time.time
     free: folders.Free = folders.free_bytes
-    operator: Group = field(default=operator.check)
+    operator: Group = field(default=operator.check_operator_machine)
 
 
 def main(wanted: Wanted, format: str) -> int:
-    """Print the findings; the exit code says the worst: 0, 10 (warning), 11 (error).
+    """Print the findings. Return the exit code: 0, 10 for warnings or 11 for errors.
 
     Raises:
-        JobError: what cannot be examined together.
+        JobError: If agent settings and a coordinator's options are combined.
     """
-    found = examine(groups(wanted))
+    found = run_groups(select_groups(wanted))
     if format == "json":
-        print(msgspec.json.encode(findings.table(found)).decode())
+        print(msgspec.json.encode(findings.to_report(found)).decode())
     else:
-        print("\n".join(findings.lines(found)))
-    return EXIT[findings.worst(found)]
+        print("\n".join(findings.format_findings(found)))
+    return EXIT[findings.worst_severity(found)]
 
 
-def groups(wanted: Wanted, around: Around = Around(), limit_s: float = LIMIT_S) -> dict[str, Group]:
-    """What there is to examine: name -> checks.
+def select_groups(wanted: Wanted, around: Around = Around(), limit_s: float = LIMIT_S) -> dict[str, Group]:
+    """Return the groups of checks for a subject, by name.
 
     Raises:
-        JobError: what cannot be examined together.
+        JobError: If agent settings and a coordinator's options are combined.
     """
     if wanted.settings is not None and (wanted.home is not None or wanted.broker is not None):
         raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
@@ -89,34 +92,37 @@ def groups(wanted: Wanted, around: Around = Around(), limit_s: float = LIMIT_S) 
     clock_s = around.clock_s()
     made: dict[str, Group] = {}
     if wanted.settings is None:
-        made["machine"] = lambda: _machine(wanted, clock_s)
+        made["machine"] = lambda: _check_machine(wanted, clock_s)
     else:
         try:
-            settings = agents.load(wanted.settings)
+            settings = agents.load_settings(wanted.settings)
         except JobError as problem:
             said, mend = str(problem), f"correct {wanted.settings}"
             made["settings"] = lambda: [error("FQ301", said, mend)]
-            made["machine"] = lambda: _machine(wanted, clock_s)
+            made["machine"] = lambda: _check_machine(wanted, clock_s)
         else:
-            path, settings = wanted.settings, agent.within(settings, wanted.settings, wanted.root)
-            made["machine"] = lambda: _agent(wanted, path, settings, clock_s, around)
-            made["broker"] = lambda: _device(settings, clock_s, timer)
+            path, settings = wanted.settings, agent.settings_under_root(settings, wanted.settings, wanted.root)
+            made["machine"] = lambda: _check_agent(wanted, path, settings, clock_s, around)
+            made["broker"] = lambda: _check_device_connection(settings, clock_s, timer)
     if wanted.home is not None:
         home = wanted.home
-        made["coordinator"] = lambda: coordinator.check(home, around.free)
+        made["coordinator"] = lambda: coordinator.check_coordinator(home, around.free)
     if wanted.broker is not None:
         table = wanted.broker
-        made["broker"] = lambda: _coordinators(table, wanted, clock_s, timer)
+        made["broker"] = lambda: _check_coordinator_connection(table, wanted, clock_s, timer)
     if not (wanted.settings or wanted.home or wanted.broker or wanted.root != facts.ROOT):
         made["operator"] = around.operator
     return made
 
 
-def examine(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
-    """All findings, in the order of their numbers, within `limit_s`; a group that fails is a finding, and no more."""
+def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
+    """Run all groups within `limit_s` and return their findings, sorted by number.
+
+    A group that raises an exception or exceeds the limit is an error finding.
+    """
     told: dict[str, list[Finding]] = {}
 
-    def run(name: str, group: Group) -> None:
+    def run_group(name: str, group: Group) -> None:
         try:
             told[name] = group()
         except FedquiltError as problem:
@@ -125,7 +131,7 @@ def examine(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Findi
             said = f"{name} could not be examined ({type(problem).__name__}: {problem})"
             told[name] = [error("FQ002", said, "fedquilt -vv doctor ..., and tell fedquilt's authors what it says")]
 
-    threads = {name: threading.Thread(target=run, args=(name, one), daemon=True) for name, one in groups.items()}
+    threads = {name: threading.Thread(target=run_group, args=(name, one), daemon=True) for name, one in groups.items()}
     until_s = time.monotonic() + limit_s
     for thread in threads.values():
         thread.start()
@@ -140,65 +146,67 @@ def examine(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Findi
 # -- groups ---------------------------------------------------------------------------------------
 
 
-def _machine(wanted: Wanted, clock_s: float) -> list[Finding]:
-    seen = facts.look(wanted.root, clock_s, time.monotonic())
-    return [*machine.check(seen), *packages.check(seen, packages.look(seen.paths))]
+def _check_machine(wanted: Wanted, clock_s: float) -> list[Finding]:
+    seen = facts.read_machine(wanted.root, clock_s, time.monotonic())
+    return [*machine.check_machine(seen), *packages.check_packages(seen, packages.read_packages(seen.paths))]
 
 
-def _agent(wanted: Wanted, path: Path, settings: AgentSettings, clock_s: float, around: Around) -> list[Finding]:
-    seen = facts.look(wanted.root, clock_s, time.monotonic())
-    installed = packages.look(seen.paths)
-    found = [*machine.check(seen), *packages.check(seen, installed)]
-    return [*found, *agent.check(settings, path, seen, installed, around.free)]
+def _check_agent(wanted: Wanted, path: Path, settings: AgentSettings, clock_s: float, around: Around) -> list[Finding]:
+    seen = facts.read_machine(wanted.root, clock_s, time.monotonic())
+    installed = packages.read_packages(seen.paths)
+    found = [*machine.check_machine(seen), *packages.check_packages(seen, installed)]
+    return [*found, *agent.check_agent(settings, path, seen, installed, around.free)]
 
 
-def _device(settings: AgentSettings, clock_s: float, timer: Timer) -> list[Finding]:
-    """The way to the broker, and the device's rights there."""
+def _check_device_connection(settings: AgentSettings, clock_s: float, timer: Timer) -> list[Finding]:
     try:
-        broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
+        broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
         return []  # FQ304 tells
-    found = reach.way(broker, clock_s, timer)
+    found = reach.check_connection(broker, clock_s, timer)
     if any(one.severity == "error" for one in found):
         return found
-    if folders.runs(Path(settings.home)):
+    if folders.is_locked(Path(settings.home)):
         # a broker that goes by certificates knows us as the agent, and would cut it off
         said = f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
         return [*found, ok("FQ411", said)]
-    with reach.spoken(broker, f"{rights.NOBODY}-{settings.device}", timer) as link:
+    with reach.open_link(broker, f"{rights.NOBODY}-{settings.device}", timer) as link:
         if isinstance(link, Finding):
             return [*found, link]
-        found += reach.limits(broker, link)
-        own = signing.identity(broker)
+        found += reach.check_packet_limit(broker, link)
+        own = signing.load_identity(broker)
         if isinstance(own, Finding):
-            seen = rights.device(link, settings.fleet, settings.device, timer)
+            seen = rights.try_device(link, settings.fleet, settings.device, timer)
             return [*found, *rights.judge_device(seen, broker, settings.device), own]
-        seen = rights.device(link, settings.fleet, settings.device, timer, lambda: ("hello", sealed.beginning(own)))
+        seen = rights.try_device(
+            link, settings.fleet, settings.device, timer, lambda: ("hello", sealed.handshake_probe(own))
+        )
         found += rights.judge_device(seen, broker, settings.device)
-        return [*found, signing.device(link, own, settings.fleet, settings.device, seen.coordinator, timer)]
+        return [*found, signing.check_handshake(link, own, settings.fleet, settings.device, seen.coordinator, timer)]
 
 
-def _coordinators(table: Mapping[str, Any], wanted: Wanted, clock_s: float, timer: Timer) -> list[Finding]:
-    """The way to the broker, and there the rights of the coordinator, or of an observer by its certificate."""
+def _check_coordinator_connection(
+    table: Mapping[str, Any], wanted: Wanted, clock_s: float, timer: Timer
+) -> list[Finding]:
     try:
-        broker = Broker.parse(**table)
+        broker = Broker.from_url(**table)
     except FedquiltError as problem:
         return [error("FQ400", str(problem), "correct --broker and the files beside it")]
-    found = reach.way(broker, clock_s, timer)
+    found = reach.check_connection(broker, clock_s, timer)
     if any(one.severity == "error" for one in found):
         return found
-    held = None if broker.cert is None else certificate.load(broker.cert)
+    held = None if broker.cert is None else certificate.load_certificate(broker.cert)
     watches = held is not None and held.unit == sealed.OBSERVER
-    if not watches and wanted.home is not None and folders.runs(wanted.home):
+    if not watches and wanted.home is not None and folders.is_locked(wanted.home):
         said = f"a coordinator serves {wanted.home}: its rights at {broker} are tried while it is stopped"
         return [*found, ok("FQ413", said)]
-    with reach.spoken(broker, f"{rights.NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
+    with reach.open_link(broker, f"{rights.NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
         if isinstance(link, Finding):
             return [*found, link]
-        found += reach.limits(broker, link)
+        found += reach.check_packet_limit(broker, link)
         if watches:
-            seen, devices = rights.observer(link, wanted.fleet, str(held and held.name), timer)
+            seen, devices = rights.try_observer(link, wanted.fleet, str(held and held.name), timer)
             return [*found, *rights.judge_observer(seen, devices, broker)]
-        own = signing.identity(broker)
-        found.append(own if isinstance(own, Finding) else signing.coordinator(own, clock_s))
-        return [*found, *rights.judge_coordinator(rights.coordinator(link, wanted.fleet, timer), broker)]
+        own = signing.load_identity(broker)
+        found.append(own if isinstance(own, Finding) else signing.check_coordinator_certificate(own, clock_s))
+        return [*found, *rights.judge_coordinator(rights.try_coordinator(link, wanted.fleet, timer), broker)]

@@ -1,4 +1,4 @@
-"""Checks of what an agent works with: its folder, data and budget; `identity` has what lets it in."""
+"""Checks of an agent's home, data and memory budget. None if a check does not apply."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, sysfs
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.engines import NEEDS
-from fedquilt.edge_agent.settings import AgentSettings, size_bytes
+from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.task import budget
 from fedquilt.tools.doctor import facts, identity, modes
 from fedquilt.tools.doctor.facts import Machine
-from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
-from fedquilt.tools.doctor.folders import Free, existing, free_bytes
+from fedquilt.tools.doctor.findings import Finding, drop_missing, error, ok, warning
+from fedquilt.tools.doctor.folders import Free, free_bytes, nearest_existing
 from fedquilt.tools.doctor.packages import Packages
 
 LEAST_BYTES: Final = 100 * 10**6  # of disk: less, and a task's blobs do not fit
@@ -28,62 +28,70 @@ SYSTEM_SHARE: Final = 0.8  # of memory: a budget above it leaves the system too 
 LEFT_SHARE: Final = 0.8  # of the budget: less than that left, and tasks will be refused
 
 
-def within(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
-    """The settings as they are found from here: a mounted board's own paths begin at its root."""
+def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
+    """Return the settings with a mounted board's absolute paths moved under its root."""
     if root == facts.ROOT or root.resolve() not in path.resolve().parents:
         return settings
     base = root.resolve()
 
-    def moved(name: str | None) -> str | None:
+    def path_under_root(name: str | None) -> str | None:
         if name is None or not os.path.isabs(name) or base in Path(name).parents:
             return name
         return str(base / name.lstrip("/"))
 
-    broker = msgspec.structs.replace(settings.broker, **{p: moved(getattr(settings.broker, p)) for p in identity.PARTS})
+    broker = msgspec.structs.replace(
+        settings.broker, **{p: path_under_root(getattr(settings.broker, p)) for p in identity.PARTS}
+    )
     table = dict(settings.data)
     if isinstance(table.get("path"), str):
-        table["path"] = moved(table["path"])
+        table["path"] = path_under_root(table["path"])
     return msgspec.structs.replace(
-        settings, home=moved(settings.home), profile=moved(settings.profile), broker=broker, data=table
+        settings,
+        home=path_under_root(settings.home),
+        profile=path_under_root(settings.profile),
+        broker=broker,
+        data=table,
     )
 
 
-def check(
+def check_agent(
     settings: AgentSettings, path: Path, machine: Machine, packages: Packages, free: Free = free_bytes
 ) -> list[Finding]:
-    """All findings about the settings in the file `path`, on this machine."""
     home = Path(settings.home)
-    found: list[Finding | None] = [folder(home), room(home, settings, free), examples(settings, path)]
-    found += identity.check(settings, path, machine.clock_s)
+    found: list[Finding | None] = [
+        check_home(home),
+        check_free_space(home, settings, free),
+        check_examples(settings, path),
+    ]
+    found += identity.check_identity(settings, path, machine.clock_s)
     memory = machine.memory_bytes
     if settings.board != "auto" or settings.profile is not None:
         try:
-            memory = _memory_bytes(settings) or memory
+            memory = _simulated_memory_bytes(settings) or memory
             found.append(ok("FQ308", f"board {settings.board}, profile {settings.profile or 'of its kind'}"))
         except FedquiltError as problem:
-            file = settings.profile is not None and not profiles.is_name(settings.profile)
+            file = settings.profile is not None and not profiles.is_board_name(settings.profile)
             wrong = "profile" if settings.profile else "board"
             mend = f"fedquilt record --out {settings.profile}" if file else f"correct {wrong} in {path}"
             found.append(error("FQ308", str(problem), mend))
-    found.append(kind(settings, path, machine))
+    found.append(check_profile(settings, path, machine))
     if memory is not None:
         real = settings.board == "auto"
         found += [
-            allowance(settings, path, memory),
-            engines(settings.budget_bytes(memory), path, packages.versions),
-            left(settings.budget_bytes(memory), machine.available_bytes) if real else None,
-            unit(settings.budget_bytes(memory), machine.unit),
+            check_budget(settings, path, memory),
+            check_engines(settings.task_budget_bytes(memory), path, packages.versions),
+            check_available_memory(settings.task_budget_bytes(memory), machine.available_bytes) if real else None,
+            check_unit_limit(settings.task_budget_bytes(memory), machine.unit),
         ]
-    found += [helper(settings, machine), modes.check(settings, machine)]
-    return there(found)
+    found += [check_clock_helper(settings, machine), modes.check_deadlines(settings, machine)]
+    return drop_missing(found)
 
 
 # -- its folder -----------------------------------------------------------------------------------
 
 
-def folder(home: Path) -> Finding:
-    """Check that the agent's home can be written."""
-    place = existing(home)
+def check_home(home: Path) -> Finding:
+    place = nearest_existing(home)
     if not place.is_dir():
         return error("FQ302", f"the agent's home {home} cannot be made: {place} is a file", f"mv {place} {place}.old")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -96,11 +104,11 @@ def folder(home: Path) -> Finding:
     return ok("FQ302", f"the agent's home {home} can be written")
 
 
-def room(home: Path, settings: AgentSettings, free: Free) -> Finding:
-    """Beside what is cached already, the cache may still grow to its size."""
-    place = existing(home)
+def check_free_space(home: Path, settings: AgentSettings, free: Free) -> Finding:
+    """Check that the agent's cache has room to grow to its configured size."""
+    place = nearest_existing(home)
     left = free(place)
-    cache = size_bytes(settings.cache)
+    cache = parse_size(settings.cache)
     blobs = (home / "blobs").rglob("*") if os.access(home / "blobs", os.R_OK | os.X_OK) else ()
     held = sum(one.stat().st_size for one in blobs if one.is_file())
     mend = f"sudo du -xh {place} | sort -h | tail; or a smaller `cache` in agent.toml"
@@ -115,15 +123,14 @@ def room(home: Path, settings: AgentSettings, free: Free) -> Finding:
     return ok("FQ303", f"{left / 1e9:.1f} GB are free where {home} is")
 
 
-def kind(settings: AgentSettings, path: Path, machine: Machine) -> Finding | None:
-    """Check that the board's speed and power are known by a profile of its own kind; None: nothing to report."""
+def check_profile(settings: AgentSettings, path: Path, machine: Machine) -> Finding | None:
     if settings.board != "auto" or not machine.tegra:
         return None
-    fits = jetson.fitting(machine.root)
+    fits = jetson.find_profile(machine.root)
     if settings.profile is None:
         if fits is not None:
             return ok("FQ316", f"its profile is {fits.board}, which ships")
-        named = ", ".join(sysfs.lines(sysfs.device_tree(machine.root) / "compatible"))
+        named = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
         return warning(
             "FQ316",
             f"no profile ships for this board ({named}): "
@@ -131,10 +138,10 @@ def kind(settings: AgentSettings, path: Path, machine: Machine) -> Finding | Non
             f'sudo fedquilt record --out own.toml, and profile = "own.toml" in {path}',
         )
     try:
-        given = profiles.find(settings.profile)
+        given = profiles.find_board_profile(settings.profile)
     except FedquiltError:
         return None  # FQ308 tells
-    if fits is None or given.board == fits.board or given.board not in profiles.names():
+    if fits is None or given.board == fits.board or given.board not in profiles.board_names():
         return None
     return warning(
         "FQ317",
@@ -146,8 +153,7 @@ def kind(settings: AgentSettings, path: Path, machine: Machine) -> Finding | Non
 # -- what it works with ---------------------------------------------------------------------------
 
 
-def examples(settings: AgentSettings, path: Path) -> Finding | None:
-    """Check that the board's [data] can be read."""
+def check_examples(settings: AgentSettings, path: Path) -> Finding | None:
     if not settings.data:
         return warning(
             "FQ309",
@@ -159,27 +165,25 @@ def examples(settings: AgentSettings, path: Path) -> Finding | None:
     places = [Path(place) for place, fetched in sources if place and not fetched]
     for place in places:
         if not os.access(place, os.R_OK):
-            said = "cannot be read by this user" if sysfs.hidden(place) else "are not there"
+            said = "cannot be read by this user" if sysfs.is_forbidden(place) else "are not there"
             return error("FQ309", f"the examples at {place} {said} ([data] of {path})", f"ls -ld {place}")
-        if _empty(place):
+        if _is_empty(place):
             return error(
                 "FQ309",
                 f"the examples at {place} are none: it is empty ([data] of {path})",
                 f"ls -la {place}; mount or copy the board's data there",
             )
-    return ok("FQ309", f"the examples are there: {', '.join(map(str, places)) or spec.where}")
+    return ok("FQ309", f"the examples are there: {', '.join(map(str, places)) or spec.source_name}")
 
 
-def _empty(place: Path) -> bool:
-    """Whether a file has no bytes, or a folder no file in it or below that this user can see."""
+def _is_empty(place: Path) -> bool:
     if place.is_file():
         return place.stat().st_size == 0
     return not any(names for _, _, names in os.walk(place))
 
 
-def allowance(settings: AgentSettings, path: Path, memory_bytes: int) -> Finding:
-    """Check the budget against the board's memory."""
-    wanted = settings.budget_bytes(memory_bytes)
+def check_budget(settings: AgentSettings, path: Path, memory_bytes: int) -> Finding:
+    wanted = settings.task_budget_bytes(memory_bytes)
     said = f"the budget is {wanted / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
     mend = f'budget = "{memory_bytes // 2 // 10**6}MB" in {path}'
     if wanted > memory_bytes:
@@ -189,13 +193,13 @@ def allowance(settings: AgentSettings, path: Path, memory_bytes: int) -> Finding
     return ok("FQ310", said)
 
 
-def engines(budget_bytes: int, path: Path, versions: Mapping[str, str]) -> Finding:
-    """At least one engine other than numpy's is installed, and fits."""
+def check_engines(budget_bytes: int, path: Path, versions: Mapping[str, str]) -> Finding:
+    """Check that an engine other than numpy's is installed and fits the budget."""
     has = {"numpy": "numpy" in versions, "torch": "torch" in versions}
     has["onnx"] = "onnxruntime" in versions or "onnxruntime-gpu" in versions
     known = [name for name in NEEDS if has.get(name)]
-    fit = [name for name in known if budget.least_bytes(name, {}) < budget_bytes]
-    if short := budget.no_engine(budget_bytes, known):
+    fit = [name for name in known if budget.minimum_task_bytes(name, {}) < budget_bytes]
+    if short := budget.describe_engine_shortage(budget_bytes, known):
         return error("FQ311", short, f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'")
     if set(fit) <= {"numpy"}:
         return warning(
@@ -206,8 +210,7 @@ def engines(budget_bytes: int, path: Path, versions: Mapping[str, str]) -> Findi
     return ok("FQ311", f"engines that fit the budget: {', '.join(fit)}")
 
 
-def left(budget_bytes: int, available_bytes: int | None) -> Finding | None:
-    """Check the budget against the memory available now; None: nothing to report."""
+def check_available_memory(budget_bytes: int, available_bytes: int | None) -> Finding | None:
     if available_bytes is None:
         return None
     if available_bytes < LEFT_SHARE * budget_bytes:
@@ -220,9 +223,9 @@ def left(budget_bytes: int, available_bytes: int | None) -> Finding | None:
     return ok("FQ313", f"{available_bytes / 1e6:.0f} MB of memory are left now")
 
 
-def unit(budget_bytes: int, written: Mapping[str, str] | None) -> Finding | None:
-    """The unit's MemoryMax holds for the daemon and its task together."""
-    most = facts.size_bytes((written or {}).get("MemoryMax", ""))
+def check_unit_limit(budget_bytes: int, written: Mapping[str, str] | None) -> Finding | None:
+    """Check that the unit's MemoryMax covers the memory budget."""
+    most = facts.parse_systemd_size((written or {}).get("MemoryMax", ""))
     if most is None:
         return None
     if most < budget_bytes:
@@ -235,8 +238,8 @@ def unit(budget_bytes: int, written: Mapping[str, str] | None) -> Finding | None
     return ok("FQ314", f"fedquilt-agent.service may take {most / 1e6:.0f} MB")
 
 
-def helper(settings: AgentSettings, machine: Machine) -> Finding | None:
-    """Check that a clock helper runs if the agent's policy needs one; None: nothing to report."""
+def check_clock_helper(settings: AgentSettings, machine: Machine) -> Finding | None:
+    """Check that a clock helper runs if the agent's policy needs one."""
     if (
         not machine.tegra
         or settings.board != "auto"
@@ -251,14 +254,9 @@ def helper(settings: AgentSettings, machine: Machine) -> Finding | None:
     )
 
 
-def _memory_bytes(settings: AgentSettings) -> int | None:
-    """Of the simulated board that the settings name; None for a real one, whose profile is read and checked.
-
-    Raises:
-        FedquiltError: there is no such board, or the profile is none.
-    """
+def _simulated_memory_bytes(settings: AgentSettings) -> int | None:
     if settings.board != "auto":
-        return devices.make(settings.board).memory_bytes
+        return devices.create_device(settings.board).memory_bytes
     if settings.profile is not None:
-        profiles.find(settings.profile)
+        profiles.find_board_profile(settings.profile)
     return None

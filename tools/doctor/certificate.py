@@ -1,4 +1,4 @@
-"""Whose a certificate is and how long it is valid, by its bytes: a board need not have the cryptography library.
+"""Reader of X.509 certificates without the cryptography library, which boards may not have.
 
 X.509 (RFC 5280, 4.1) in DER: a certificate is a sequence whose first member, tbsCertificate, holds the
 version (tagged 0, may be absent), serial number, algorithm, issuer, validity, subject and more, in this order.
@@ -20,7 +20,7 @@ MOST_BYTES: Final = 64 * 1024
 
 
 class Certificate(NamedTuple):
-    """Seconds since 1970."""
+    """Names and validity of a certificate, in seconds since 1970."""
 
     name: str | None  # the subject's common name
     begins_s: float
@@ -28,39 +28,38 @@ class Certificate(NamedTuple):
     unit: str | None = None  # the subject's organisational unit
 
 
-def load(path: Path) -> Certificate:
-    """The first certificate in a PEM file.
+def load_certificate(path: Path) -> Certificate:
+    """Load the first certificate of a PEM file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it holds no certificate.
+        OSError: If the file cannot be read.
+        ValueError: If the file does not contain a certificate.
     """
     with path.open("rb") as file:
         text = file.read(MOST_BYTES).decode("ascii", "replace")
     begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
     if begin not in text or end not in text:
         raise ValueError("no PEM certificate")
-    return parse(ssl.PEM_cert_to_DER_cert(f"{begin}{text.split(begin, 1)[1].split(end, 1)[0]}{end}"))
+    return parse_certificate(ssl.PEM_cert_to_DER_cert(f"{begin}{text.split(begin, 1)[1].split(end, 1)[0]}{end}"))
 
 
-def parse(der: bytes) -> Certificate:
-    """What the bytes of a certificate say.
+def parse_certificate(der: bytes) -> Certificate:
+    """Parse a certificate in DER form, without verification.
 
     Raises:
-        ValueError: they are none.
+        ValueError: If the bytes are not a certificate.
     """
     try:
-        whole = _only(der, _SEQUENCE)
-        tbs = next(content for tag, content in _members(whole) if tag == _SEQUENCE)
-        fields = [content for tag, content in _members(tbs) if tag != _VERSION]
-        begins, ends = (_seconds(tag, content) for tag, content in _members(fields[3]))
-        return Certificate(_part(fields[4], _COMMON_NAME), begins, ends, _part(fields[4], _UNIT))
+        whole = _unwrap_value(der, _SEQUENCE)
+        tbs = next(content for tag, content in _iterate_members(whole) if tag == _SEQUENCE)
+        fields = [content for tag, content in _iterate_members(tbs) if tag != _VERSION]
+        begins, ends = (_parse_time(tag, content) for tag, content in _iterate_members(fields[3]))
+        return Certificate(_find_attribute(fields[4], _COMMON_NAME), begins, ends, _find_attribute(fields[4], _UNIT))
     except (IndexError, StopIteration) as problem:
         raise ValueError(f"no certificate ({type(problem).__name__})") from None
 
 
-def _members(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each value, one after another."""
+def _iterate_members(content: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(content):
         tag, length, at = content[at], content[at + 1], at + 2
@@ -73,14 +72,14 @@ def _members(content: bytes) -> Iterator[tuple[int, bytes]]:
         at += length
 
 
-def _only(der: bytes, tag: int) -> bytes:
-    found, content = next(_members(der))
+def _unwrap_value(der: bytes, tag: int) -> bytes:
+    found, content = next(_iterate_members(der))
     if found != tag:
         raise ValueError("no certificate (not a sequence)")
     return content
 
 
-def _seconds(tag: int, content: bytes) -> float:
+def _parse_time(tag: int, content: bytes) -> float:
     text = content.decode("ascii")
     if tag == _UTC:  # two digits of the year; from 50 on they are of the last century
         text = ("19" if int(text[:2]) >= 50 else "20") + text
@@ -90,12 +89,12 @@ def _seconds(tag: int, content: bytes) -> float:
     return float(calendar.timegm((*parts, 0, 0, 0)))
 
 
-def _part(subject: bytes, wanted: bytes) -> str | None:
-    for tag, part in _members(subject):
+def _find_attribute(subject: bytes, wanted: bytes) -> str | None:
+    for tag, part in _iterate_members(subject):
         if tag != _SET:
             continue
-        for _, pair in _members(part):
-            (kind, oid), (_, value) = _members(pair)
+        for _, pair in _iterate_members(part):
+            (kind, oid), (_, value) = _iterate_members(pair)
             if kind == _OID and oid == wanted:
                 return value.decode("utf-8", "replace")
     return None

@@ -1,6 +1,9 @@
-"""Conditions that slow a board or falsify its figures: pinned clocks, throttling, a lost GPU, slow swap.
+"""Conditions that slow a board or falsify its measurements, such as pinned clocks.
 
-`look` reads each from the kernel's own files, as any user may; `check` judges them.
+`read_conditions` reads the kernel's files without root rights. `check_conditions` returns the findings. A check returns
+None if no problem exists or the board does not have the part.
+
+`read_conditions` reads each from the kernel's own files, as any user may; `check_conditions` judges them.
 """
 
 from __future__ import annotations
@@ -13,15 +16,13 @@ from typing import Final
 
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.tools.doctor.findings import Finding, ok, there, warning
+from fedquilt.tools.doctor.findings import Finding, drop_missing, ok, warning
 
 THROTTLES: Final = re.compile(r"throttle|cpufreq|devfreq")  # types of cooling devices that slow a clock; fans do not
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of a board at one moment."""
-
     tegra: bool = False
     gpu_listed: bool = False  # its GPU is among the kernel's devices with a clock (devfreq)
     clocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> lower and upper limit, equal: pinned
@@ -31,38 +32,36 @@ class Conditions:
     swap_on_card: str | None = None  # device or file of a swap that lies on an SD card
 
 
-def look(root: Path, *, tegra: bool, held: bool = False) -> Conditions:
-    """Read the conditions of the board whose files are under `root`.
+def read_conditions(root: Path, *, tegra: bool, held: bool = False) -> Conditions:
+    """Read the conditions of the board with files under `root`.
 
     Args:
-        root: folder of `proc` and `sys`.
-        tegra: whether it is a Jetson.
-        held: whether the clock helper holds its clocks now.
+        root: Folder with `proc` and `sys`.
+        tegra: Whether the board is a Jetson.
+        held: Whether the clock helper pins the clocks for a task now.
     """
-    found = controls.discover(root)
+    found = controls.discover_controls(root)
     limits = {}
-    for lever in (*found.of("cpu"), *found.of("gpu")):
-        setting = lever.setting()
+    for lever in (*found.controls_of_kind("cpu"), *found.controls_of_kind("gpu")):
+        setting = lever.read_state()
         if len(lever.listed) > 1 and setting.low is not None and setting.high is not None:
             limits[lever.name] = (setting.low * lever.unit_hz, setting.high * lever.unit_hz)
     return Conditions(
         tegra=tegra,
-        gpu_listed=bool(found.of("gpu")),
+        gpu_listed=bool(found.controls_of_kind("gpu")),
         clocks=limits,
         held=held,
-        slowed=_slowed(root / "sys/class/thermal"),
-        over_current=_over_current(root / "sys/class/hwmon"),
-        swap_on_card=_swap_on_card(root),
+        slowed=_throttling_devices(root / "sys/class/thermal"),
+        over_current=_count_over_current(root / "sys/class/hwmon"),
+        swap_on_card=_find_swap_on_card(root),
     )
 
 
-def check(seen: Conditions) -> list[Finding]:
-    """All findings about the conditions of a board."""
-    return there(one(seen) for one in CHECKS)
+def check_conditions(seen: Conditions) -> list[Finding]:
+    return drop_missing(one(seen) for one in CHECKS)
 
 
-def pinned(seen: Conditions) -> Finding | None:
-    """Check that clocks are free to move; None: they are, or none is listed."""
+def check_pinned_clocks(seen: Conditions) -> Finding | None:
     fixed = {name: low for name, (low, high) in seen.clocks.items() if low == high}
     if not fixed or seen.held or len(fixed) < len(seen.clocks):
         return None
@@ -75,8 +74,7 @@ def pinned(seen: Conditions) -> Finding | None:
     )
 
 
-def hot(seen: Conditions) -> Finding | None:
-    """Check that the kernel slows no clock for heat; None: it does not."""
+def check_thermal_throttling(seen: Conditions) -> Finding | None:
     if not seen.slowed:
         return None
     return warning(
@@ -86,8 +84,7 @@ def hot(seen: Conditions) -> Finding | None:
     )
 
 
-def over_current(seen: Conditions) -> Finding | None:
-    """Check the counters of over-current events; None: none has counted."""
+def check_over_current(seen: Conditions) -> Finding | None:
     counted = {name: events for name, events in seen.over_current.items() if events}
     if not counted:
         return None
@@ -100,8 +97,7 @@ def over_current(seen: Conditions) -> Finding | None:
     )
 
 
-def gpu(seen: Conditions) -> Finding | None:
-    """Check that a Jetson's GPU is listed with a clock; None: another board."""
+def check_gpu(seen: Conditions) -> Finding | None:
     if not seen.tegra:
         return None
     if seen.gpu_listed:
@@ -115,8 +111,7 @@ def gpu(seen: Conditions) -> Finding | None:
     )
 
 
-def swap(seen: Conditions) -> Finding | None:
-    """Check that no swap lies on an SD card; None: none does."""
+def check_swap_on_card(seen: Conditions) -> Finding | None:
     if seen.swap_on_card is None:
         return None
     return warning(
@@ -127,47 +122,48 @@ def swap(seen: Conditions) -> Finding | None:
     )
 
 
-CHECKS: Final[Sequence[Callable[[Conditions], Finding | None]]] = (pinned, hot, over_current, gpu, swap)
+CHECKS: Final[Sequence[Callable[[Conditions], Finding | None]]] = (
+    check_pinned_clocks,
+    check_thermal_throttling,
+    check_over_current,
+    check_gpu,
+    check_swap_on_card,
+)
 
 
 # -- reading --------------------------------------------------------------------------------------
 
 
-def _slowed(thermal: Path) -> tuple[str, ...]:
-    """Types of cooling devices that slow a clock and are at work (kernel, Documentation/driver-api/thermal)."""
+def _throttling_devices(thermal: Path) -> tuple[str, ...]:
     told = []
-    for device in sysfs.glob(thermal, "cooling_device*"):
-        kind = sysfs.line(device / "type") or ""
-        if THROTTLES.search(kind) and (sysfs.whole(device / "cur_state") or 0) > 0:
+    for device in sysfs.list_matches(thermal, "cooling_device*"):
+        kind = sysfs.read_line(device / "type") or ""
+        if THROTTLES.search(kind) and (sysfs.read_int(device / "cur_state") or 0) > 0:
             told.append(kind)
     return tuple(told)
 
 
-def _over_current(hwmon: Path) -> dict[str, int]:
-    """Read how many over-current events each counter of the kernel has, by its name without "_event_cnt".
-
-    JetPack 5 and newer have `oc1_event_cnt` to `oc3_event_cnt` (Jetson Linux Developer Guide).
-    """
+def _count_over_current(hwmon: Path) -> dict[str, int]:
+    # JetPack 5 and newer have `oc1_event_cnt` to `oc3_event_cnt` (Jetson Linux Developer Guide)
     found = {}
-    for file in sysfs.glob(hwmon, "hwmon*/oc*_event_cnt"):
-        events = sysfs.whole(file)
+    for file in sysfs.list_matches(hwmon, "hwmon*/oc*_event_cnt"):
+        events = sysfs.read_int(file)
         if events is not None:
             found[file.name.removesuffix("_event_cnt")] = events
     return found
 
 
-def _swap_on_card(root: Path) -> str | None:
-    """The first swap on an SD card, as /proc/swaps names it. eMMC has the same device names; its type is MMC."""
+def _find_swap_on_card(root: Path) -> str | None:
+    # an eMMC has the same device names as an SD card, but its type is MMC
     for name, kind in _first_columns(root / "proc/swaps")[1:]:
-        device = name if kind == "partition" else _device_of(root, name)
+        device = name if kind == "partition" else _device_of_file(root, name)
         disk = re.match(r"/dev/(mmcblk\d+)", device or "")
-        if disk is not None and sysfs.line(root / f"sys/block/{disk[1]}/device/type") == "SD":
+        if disk is not None and sysfs.read_line(root / f"sys/block/{disk[1]}/device/type") == "SD":
             return name
     return None
 
 
-def _device_of(root: Path, file: str) -> str | None:
-    """Device of the file system that holds a file, by /proc/mounts: the longest mount point counts."""
+def _device_of_file(root: Path, file: str) -> str | None:
     best, device = "", None
     for source, place in _first_columns(root / "proc/mounts"):
         if (file == place or file.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
@@ -176,6 +172,5 @@ def _device_of(root: Path, file: str) -> str | None:
 
 
 def _first_columns(table: Path) -> list[tuple[str, str]]:
-    """Return the first two words of each line. A line with fewer is left out: a long file is cut anywhere."""
-    rows = (line.split(None, 2) for line in (sysfs.text(table) or "").splitlines())
+    rows = (line.split(None, 2) for line in (sysfs.read_text(table) or "").splitlines())
     return [(row[0], row[1]) for row in rows if len(row) > 1]

@@ -1,4 +1,4 @@
-"""Checks of a coordinator's folder: whether it can be used, is whole, and what waits in it."""
+"""Checks of a coordinator's folder: access, database, blobs and unfinished jobs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Final
 from fedquilt.coordinator.facts import Asked, Surveyed
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
-from fedquilt.coordinator.views.log import sentences
+from fedquilt.coordinator.views.log import format_single_event
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.disk import REAL
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
-from fedquilt.tools.doctor.folders import Free, existing, free_bytes
+from fedquilt.tools.doctor.folders import Free, free_bytes, nearest_existing
 
 LOW_BYTES: Final = 10**9
 LEAST_BYTES: Final = 100 * 10**6
@@ -25,35 +25,35 @@ SHOWN: Final = 3
 OTHER_VERSION: Final = "use the fedquilt that made it, or another --home"
 
 
-def check(home: Path, free: Free = free_bytes) -> list[Finding]:
-    """All findings about the folder. Nothing in it is made or changed."""
+def check_coordinator(home: Path, free: Free = free_bytes) -> list[Finding]:
+    """Check a coordinator's folder without creating or changing files."""
     database = home / "fedquilt.db"
-    place = existing(home)
+    place = nearest_existing(home)
     if not os.access(place, os.W_OK | os.X_OK):
         said = f"the coordinator's folder {home} cannot be written by this user"
         return [error("FQ501", said, f"sudo chown -R $USER {place}")]
-    told = [room(place, free)]
+    told = [check_free_space(place, free)]
     if not database.is_file():
         said = f"no runs in {home}" if home.is_dir() else f"there is no folder {home}"
         return [warning("FQ502", f"{said}: this coordinator has never run", f"fedquilt serve --home {home}"), *told]
-    if not _lockable(home / "lock"):
+    if not _can_lock(home / "lock"):
         said = f"{home / 'lock'} cannot be opened by this user: a coordinator cannot be started here"
         told.append(error("FQ503", said, f"sudo chown $USER {home / 'lock'}"))
-    if finding := open_to_others(home):
+    if finding := check_folder_mode(home):
         told.append(finding)
-    broken = integrity(database)
+    broken = check_database(database)
     if broken.severity != "ok":
         return [*told, broken]
     told.append(broken)
     try:
         with Store(home) as store:
-            return [*told, *unreadable(store), *waiting(home, store), *_whole(store)]
+            return [*told, *find_unreadable_jobs(store), *check_waiting_jobs(home, store), *_check_blobs(store)]
     except FedquiltError as problem:
         return [*told, error("FQ504", str(problem), OTHER_VERSION)]
 
 
-def open_to_others(home: Path) -> Finding | None:
-    """Check that only the owner, and whoever the owner's group is, can look into a folder; None: it is so."""
+def check_folder_mode(home: Path) -> Finding | None:
+    """Check that users outside the folder's group have no access."""
     mode = home.stat().st_mode & 0o777
     if not mode & 0o005:
         return None
@@ -61,20 +61,19 @@ def open_to_others(home: Path) -> Finding | None:
     return warning("FQ512", said, f"chmod o-rwx {home}")
 
 
-def unreadable(store: Store) -> list[Finding]:
-    """Runs that this version cannot read."""
+def find_unreadable_jobs(store: Store) -> list[Finding]:
+    """Return an error for each job that this version cannot read."""
     said = [row.reason for row in store.all_jobs() if isinstance(row, Unreadable)]
-    for row in store.jobs():
+    for row in store.readable_jobs():
         try:
-            for _ in store.facts(row.id):
+            for _ in store.read_events(row.id):
                 pass
         except JobError as problem:
             said.append(str(problem))
     return [error("FQ504", reason, OTHER_VERSION) for reason in said]
 
 
-def room(place: Path, free: Free) -> Finding:
-    """Check the free space where the home is."""
+def check_free_space(place: Path, free: Free) -> Finding:
     left = free(place)
     said = f"{left / 1e6:.0f} MB are free where {place} is"
     mend = f"sudo du -xh {place} | sort -h | tail"
@@ -85,8 +84,8 @@ def room(place: Path, free: Free) -> Finding:
     return ok("FQ505", said)
 
 
-def integrity(database: Path) -> Finding:
-    """SQLite's own quick check, for some seconds at most."""
+def check_database(database: Path) -> Finding:
+    """Run SQLite's quick check, for at most `CHECK_S` seconds."""
     until_s = time.monotonic() + CHECK_S
     mend = f"mv {database} {database}.damaged, or put back a copy of the whole folder"
     try:
@@ -109,37 +108,36 @@ def integrity(database: Path) -> Finding:
     return ok("FQ506", f"{database} is whole")
 
 
-def waiting(home: Path, store: Store) -> list[Finding]:
-    """Jobs that ought to be going on and are not, and why."""
-    open_ = [row for row in store.jobs() if row.status in (*UNDER_WAY, "stopping")]
+def check_waiting_jobs(home: Path, store: Store) -> list[Finding]:
+    """Return findings on unfinished jobs that make no progress, and on the coordinator process."""
+    open_ = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in open_[:SHOWN]) + (" ..." if len(open_) > SHOWN else "")
-    if not store.served():
+    if not store.is_served():
         if open_:
             said = f"{len(open_)} unfinished in {home} ({names}), and no coordinator serves it"
             return [warning("FQ507", said, f"fedquilt serve --home {home}")]
         return [ok("FQ507", f"nothing waits in {home}; no coordinator serves it now")]
     told = [ok("FQ507", f"a coordinator serves {home}")]
     running = [row for row in open_ if row.status != "queued"]
-    told += [finding for row in running[:SHOWN] if (finding := _stuck(row, store)) is not None]
+    told += [finding for row in running[:SHOWN] if (finding := _check_stuck_job(row, store)) is not None]
     if running and (queued := [row.id for row in open_ if row not in running]):
         behind, limit = ", ".join(queued[:SHOWN]), "limits.toml of the home says how many run at once"
         told.append(ok("FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({behind}): {limit}"))
     return told
 
 
-def _stuck(row: Row, store: Store) -> Finding | None:
-    """A job that runs, and has not asked anybody since it last looked who can be asked."""
+def _check_stuck_job(row: Row, store: Store) -> Finding | None:
     last = None
     asked = 0
     with contextlib.suppress(JobError):  # of a log that cannot be read, which is a finding of its own
-        for _, _, fact in store.facts(row.id):
+        for _, _, fact in store.read_events(row.id):
             if isinstance(fact, Surveyed):
                 last = fact
             elif isinstance(fact, Asked):
                 asked, last = asked + 1, None
     cohort = row.job.cohort
     need = max(cohort.min_devices, 1 if asked else cohort.start_devices, 1)
-    why = "; ".join(sentences(last)) if last is not None else "no device has come online"
+    why = "; ".join(format_single_event(last)) if last is not None else "no device has come online"
     if asked and last is None:
         return None
     if last is not None and len(last.eligible) >= need:
@@ -148,14 +146,13 @@ def _stuck(row: Row, store: Store) -> Finding | None:
     return warning("FQ509", said, "on a board that is missing: fedquilt doctor /etc/fedquilt/agent.toml")
 
 
-def _whole(store: Store) -> list[Finding]:
-    """Check that the blobs of unfinished jobs and of results exist, and are what was stored."""
+def _check_blobs(store: Store) -> list[Finding]:
     told = []
-    for row in store.jobs():
+    for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
             told.append(error("FQ510", said, f"fedquilt prepare JOB.toml --out {row.bundle}"))
-    lost = sorted(one for one in store.states() if not _sound(store.depot.folder / one, one))
+    lost = sorted(one for one in store.latest_state_hashes() if not _is_blob_intact(store.depot.folder / one, one))
     if lost:
         said = (
             f"{len(lost)} states of runs are missing or damaged in {store.depot.folder} ({lost[0][:12]} ...): "
@@ -165,13 +162,13 @@ def _whole(store: Store) -> list[Finding]:
     return told
 
 
-def _sound(path: Path, sha256: str) -> bool:
-    """Whether a blob is what its name says; unlike the depot, this leaves a damaged one where it is."""
+def _is_blob_intact(path: Path, sha256: str) -> bool:
+    # unlike the blob store, this does not move a damaged blob
     try:
-        return REAL.digest(path) == sha256
+        return REAL.hash_file(path) == sha256
     except OSError:
         return False
 
 
-def _lockable(lock: Path) -> bool:
+def _can_lock(lock: Path) -> bool:
     return not lock.exists() or os.access(lock, os.W_OK)

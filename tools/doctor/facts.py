@@ -1,4 +1,4 @@
-"""Facts of a machine, read once: the checks in `machine` and `agent` only judge them."""
+"""Facts of a machine, read once for the checks in `machine` and `agent`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HelperFault(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as far as it tells. None: not known, or not there."""
+    """Facts of a machine. None if a fact is unknown or the part is missing."""
 
     clock_s: float  # since 1970
     root: Path = ROOT
@@ -66,43 +66,43 @@ class Machine:
     conditions: Conditions = Conditions()
 
 
-def look(root: Path, clock_s: float, now_s: float) -> Machine:
-    """Collect facts of the machine whose files are under `root`. `now_s` is of a monotonic clock."""
+def read_machine(root: Path, clock_s: float, now_s: float) -> Machine:
+    """Read the facts of the machine with files under `root`. `now_s` is a monotonic time."""
     own = root == ROOT
-    release = re.search(r"# R(\d+)", sysfs.text(root / "etc/nv_tegra_release") or "")
-    compatible = sysfs.lines(sysfs.device_tree(root) / "compatible")
+    release = re.search(r"# R(\d+)", sysfs.read_text(root / "etc/nv_tegra_release") or "")
+    compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
     tegra = release is not None or any(one.startswith("nvidia,tegra") for one in compatible)
-    device, reading = _device(root, now_s)
-    meminfo = sysfs.text(root / "proc/meminfo") or ""
-    controllers = sysfs.text(root / "sys/fs/cgroup/cgroup.controllers")
-    found, helper = controls.discover(root), _helper(root / HELPER)
+    device, reading = _read_device(root, now_s)
+    meminfo = sysfs.read_text(root / "proc/meminfo") or ""
+    controllers = sysfs.read_text(root / "sys/fs/cgroup/cgroup.controllers")
+    found, helper = controls.discover_controls(root), _read_helper_status(root / HELPER)
     return Machine(
         clock_s=clock_s,
         root=root,
         board=device.board if device is not None else "",
         bits=8 * struct.calcsize("P") if own else 64,
-        python=sys.version_info[:2] if own else _python(root),
+        python=sys.version_info[:2] if own else _find_python_version(root),
         tegra=tegra,
         jetpack=JETPACK.get(int(release[1])) if release else None,
-        gpu=tegra or sysfs.there(root / "proc/driver/nvidia/version"),
+        gpu=tegra or sysfs.is_visible(root / "proc/driver/nvidia/version"),
         memory_bytes=device.memory_bytes if device is not None else None,
         available_bytes=reading.available_bytes if reading is not None else None,
-        swap_bytes=_kib(meminfo, "SwapTotal"),
-        swap_free_bytes=_kib(meminfo, "SwapFree"),
+        swap_bytes=_meminfo_bytes(meminfo, "SwapTotal"),
+        swap_free_bytes=_meminfo_bytes(meminfo, "SwapFree"),
         controllers=None if controllers is None else frozenset(controllers.split()),
-        unit=_unit(root / UNIT),
+        unit=_read_unit(root / UNIT),
         power_w=reading.power_w if reading is not None else None,
-        rail_fault=_rail_fault(root, now_s) if tegra else None,
+        rail_fault=_read_rail_fault(root, now_s) if tegra else None,
         temperature_c=reading.temperature_c if reading is not None else None,
-        undervoltage=_undervoltage(root / "sys/class/hwmon"),
-        mode=(modes.present(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
-        mode_hidden=sysfs.hidden(root / modes.STATUS),
+        undervoltage=_read_undervoltage(root / "sys/class/hwmon"),
+        mode=(modes.read_mode_name(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
+        mode_hidden=sysfs.is_forbidden(root / modes.STATUS),
         modes=tuple(mode.name for mode in found.modes) if tegra else (),
-        hidden=tuple(lever.name for lever in found.hidden),
+        hidden=tuple(lever.name for lever in found.hidden_controls),
         helper=helper,
-        paths=tuple(Path(path) for path in sys.path if path) if own else _packages(root),
-        flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.there(root / FLASHED),
-        conditions=conditions.look(
+        paths=tuple(Path(path) for path in sys.path if path) if own else _find_package_folders(root),
+        flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.is_visible(root / FLASHED),
+        conditions=conditions.read_conditions(
             root,
             tegra=tegra,
             held=isinstance(helper, Status) and helper.point is not None,
@@ -110,70 +110,67 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
     )
 
 
-def size_bytes(text: str) -> int | None:
-    """Bytes of systemd's "1536M"; None for "infinity" and everything that is no size."""
+def parse_systemd_size(text: str) -> int | None:
+    """Return the bytes of a size such as "1536M", or None for "infinity" and invalid sizes."""
     found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip())
     return int(found[1]) * SIZES[found[2]] if found else None
 
 
-def _device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
-    """The board, read but never set; None for a root that does not run."""
+def _read_device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
     try:
-        device = devices.make("auto", root, connect=lambda: None)
+        device = devices.create_device("auto", root, connect=lambda: None)
     except JobError:
         return None, None
-    return device, device.read(now_s)
+    return device, device.read_sensors(now_s)
 
 
-def _rail_fault(root: Path, now_s: float) -> str | None:
-    """Sentence on rails whose total cannot be right; None: it can, or no rail answers."""
+def _read_rail_fault(root: Path, now_s: float) -> str | None:
     meter = Ina3221(root)
     return meter.fault if meter.read(now_s).rails_w else None
 
 
-def _kib(meminfo: str, name: str) -> int | None:
+def _meminfo_bytes(meminfo: str, name: str) -> int | None:
     found = re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
-def _python(root: Path) -> tuple[int, int] | None:
-    """Python of a root that does not run: fedquilt's own there, else the newest of the system's."""
+def _find_python_version(root: Path) -> tuple[int, int] | None:
     for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
-        found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.glob(root, places)]
+        found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.list_matches(root, places)]
         minors = [int(one[1]) for one in found if one is not None]
         if minors:
             return 3, max(minors)
     return None
 
 
-def _packages(root: Path) -> tuple[Path, ...]:
+def _find_package_folders(root: Path) -> tuple[Path, ...]:
     places = (
         "opt/fedquilt/current/lib/python3*/site-packages",
         "usr/local/lib/python3*/dist-packages",
         "usr/lib/python3/dist-packages",
     )
-    return tuple(path for place in places for path in sysfs.glob(root, place))
+    return tuple(path for place in places for path in sysfs.list_matches(root, place))
 
 
-def _unit(path: Path) -> dict[str, str] | None:
-    """The unit's settings, those of its drop-ins over its own (systemd.unit(5)); the last of each counts."""
-    texts = [sysfs.text(file) for file in (path, *sysfs.glob(path.with_name(f"{path.name}.d"), "*.conf"))]
+def _read_unit(path: Path) -> dict[str, str] | None:
+    # settings of drop-ins override those of the unit (systemd.unit(5))
+    texts = [sysfs.read_text(file) for file in (path, *sysfs.list_matches(path.with_name(f"{path.name}.d"), "*.conf"))]
     if texts[0] is None:
         return None
     told = [line.partition("=") for text in texts for line in (text or "").splitlines()]
     return {key.strip(): value.strip() for key, sign, value in told if sign and not key.startswith(("#", ";"))}
 
 
-def _undervoltage(hwmon: Path) -> bool | None:
-    """The Raspberry Pi's firmware says so since it was started (kernel driver raspberrypi-hwmon)."""
-    for chip in sysfs.glob(hwmon, "hwmon*"):
-        if sysfs.line(chip / "name") == "rpi_volt":
-            alarm = sysfs.whole(chip / "in0_lcrit_alarm")
+def _read_undervoltage(hwmon: Path) -> bool | None:
+    # alarm since the start, from the Raspberry Pi's firmware (kernel driver raspberrypi-hwmon)
+    for chip in sysfs.list_matches(hwmon, "hwmon*"):
+        if sysfs.read_line(chip / "name") == "rpi_volt":
+            alarm = sysfs.read_int(chip / "in0_lcrit_alarm")
             return None if alarm is None else bool(alarm)
     return None
 
 
-def _helper(path: Path) -> Status | HelperFault | None:
+def _read_helper_status(path: Path) -> Status | HelperFault | None:
     try:
         path.stat()
     except PermissionError:
@@ -186,7 +183,7 @@ def _helper(path: Path) -> Status | HelperFault | None:
     if clocks is None:
         return HelperFault("no answer", f"nobody answers at {path}, the clock helper's socket")
     try:
-        return clocks.status()
+        return clocks.request_status()
     except ClockError as problem:
         return HelperFault("no answer", str(problem))
     finally:

@@ -1,4 +1,4 @@
-"""Findings of an examination: one for each check, with a fixed number, and the command that mends it."""
+"""Findings of an examination, with fixed numbers and commands that fix the problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS: Final = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check's result. `mend` is a command where one mends it, else what to do; None where all is well."""
+    """Result of one check. `mend` is a command or instruction, or None without a problem."""
 
     number: str  # "FQ110": the first digit is the group
     severity: Severity
@@ -35,51 +35,48 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """Heading of the finding's number."""
         return GROUPS[self.number[2]]
 
 
 def ok(number: str, sentence: str) -> Finding:
-    """Finding that all is well."""
+    """Return a finding without a problem."""
     return Finding(number, "ok", sentence)
 
 
 def warning(number: str, sentence: str, mend: str) -> Finding:
-    """It works, but worse than it could, or not for long."""
+    """Return a finding on a problem that slows the machine or may cause a failure later."""
     return Finding(number, "warning", sentence, mend)
 
 
 def error(number: str, sentence: str, mend: str) -> Finding:
-    """It will not work."""
+    """Return a finding on a problem that prevents operation."""
     return Finding(number, "error", sentence, mend)
 
 
-def there(found: Iterable[Finding | None]) -> list[Finding]:
-    """Without the checks that had nothing to look at here."""
+def drop_missing(found: Iterable[Finding | None]) -> list[Finding]:
     return [one for one in found if one is not None]
 
 
-def worst(found: Iterable[Finding]) -> Severity:
-    """Most severe of these findings."""
+def worst_severity(found: Iterable[Finding]) -> Severity:
     severities = {one.severity for one in found}
     return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
 
-def table(found: Sequence[Finding]) -> dict[str, Any]:
-    """Object that `--format json` prints: `severity` is the worst of all."""
+def to_report(found: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings as the object for `--format json`, with the worst severity."""
     rows = [{**msgspec.to_builtins(one), "group": one.group} for one in found]
-    return {"severity": worst(found), "findings": rows}
+    return {"severity": worst_severity(found), "findings": rows}
 
 
-def lines(found: Sequence[Finding], wide: int | None = None) -> list[str]:
-    """For people: what is well in one sentence each, what is not with its mend, and the sum.
+def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[str]:
+    """Format the findings as lines of text, with fixes and a summary line.
 
     Args:
-        found: of all checks.
-        wide: the most columns of a sentence's lines; a mend stays in one line, so that it can be copied. None: those of
-            the terminal; where there is none, every sentence is one line.
+        found: Findings of all checks.
+        wide: Maximum columns of wrapped lines, or None for the width of the terminal. Fixes stay on one line for
+        copying.
     """
-    wide = columns.width() if wide is None and sys.stdout.isatty() else wide
+    wide = columns.line_width() if wide is None and sys.stdout.isatty() else wide
     told = []
     for one in found:
         head = f"{one.severity:<8} {one.number}  "

@@ -1,4 +1,4 @@
-"""Folders that an agent or a coordinator keeps: what is free there, and whether one is at work in it."""
+"""Free space and locks of the folders of agents and coordinators."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ Free = Callable[[Path], int]  # folder -> bytes free on its disk
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the folder's file system."""
     return shutil.disk_usage(folder).free
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the one in which it would be made."""
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its nearest existing parent."""
     return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
 
 
-def runs(home: Path) -> bool:
-    """Whether an agent, or a coordinator, holds the folder now. What cannot be opened counts as not held."""
+def is_locked(home: Path) -> bool:
+    """Return whether a running process holds the folder's lock. An unreadable lock counts as free."""
     try:
         return REAL.is_locked(home / "lock")
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks of what lets an agent in: the broker's settings, who may read its secrets, its certificate."""
+"""Checks of an agent's broker settings, secret files and certificate."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fedquilt.core import FedquiltError
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import certificate
-from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
+from fedquilt.tools.doctor.findings import Finding, drop_missing, error, ok, warning
 from fedquilt.transport.broker import Broker
 
 PARTS: Final = ("ca", "cert", "key", "password_file")
 
 
-def check(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding]:
-    """All findings about the identity that the settings in the file `path` give."""
-    return there([credentials(settings, path), secret(settings), *identity(settings, path, clock_s)])
+def check_identity(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding]:
+    return drop_missing(
+        [check_credentials(settings, path), check_secret_modes(settings), *check_certificate(settings, path, clock_s)]
+    )
 
 
-def credentials(settings: AgentSettings, path: Path) -> Finding:
-    """Check that the broker's settings and credential files are usable."""
+def check_credentials(settings: AgentSettings, path: Path) -> Finding:
     try:
-        broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
+        broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError as problem:
         files = [Path(name) for part in PARTS if (name := getattr(settings.broker, part)) is not None]
-        if any(sysfs.hidden(one) for one in files):
+        if any(sysfs.is_forbidden(one) for one in files):
             mend = f"sudo fedquilt doctor {path}"
-        elif settings.enrol.url is not None and not all(sysfs.there(one) for one in files):
+        elif settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
             mend = f"sudo fedquilt enrol board {path}"
         else:
             mend = f"correct [broker] in {path}"
@@ -41,8 +41,8 @@ def credentials(settings: AgentSettings, path: Path) -> Finding:
     return ok("FQ304", f"[broker] can be used: {broker}")
 
 
-def secret(settings: AgentSettings) -> Finding | None:
-    """Keys and passwords are the agent's alone."""
+def check_secret_modes(settings: AgentSettings) -> Finding | None:
+    """Check that other users cannot read keys and passwords. Return None if so."""
     for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
         try:
             mode = os.stat(name).st_mode if name is not None else 0
@@ -53,25 +53,24 @@ def secret(settings: AgentSettings) -> Finding | None:
     return None
 
 
-def identity(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding | None]:
-    """The certificate's dates and name."""
+def check_certificate(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding | None]:
     if settings.broker.cert is None:
         return []
     try:
-        held = certificate.load(Path(settings.broker.cert))
+        held = certificate.load_certificate(Path(settings.broker.cert))
     except (OSError, ValueError):
-        return []  # `credentials` tells
-    return [dates(held, settings.broker.cert, path, clock_s), named(held, settings)]
+        return []  # `check_credentials` tells
+    return [check_validity(held, settings.broker.cert, path, clock_s), check_certificate_name(held, settings)]
 
 
-def dates(held: certificate.Certificate, file: str, path: Path, clock_s: float) -> Finding:
-    """Check a certificate's validity by the machine's clock."""
-    ends = day(held.ends_s)
+def check_validity(held: certificate.Certificate, file: str, path: Path, clock_s: float) -> Finding:
+    ends = format_day(held.ends_s)
     renew = f"sudo fedquilt enrol board {path}"
     if clock_s < held.begins_s:
         return error(
             "FQ306",
-            f"certificate {file} begins on {day(held.begins_s)}, and the clock says {day(clock_s)}: it is behind",
+            f"certificate {file} begins on {format_day(held.begins_s)}, and the clock says "
+            f"{format_day(clock_s)}: it is behind",
             "sudo timedatectl set-ntp true",
         )
     if clock_s >= held.ends_s:
@@ -81,8 +80,7 @@ def dates(held: certificate.Certificate, file: str, path: Path, clock_s: float) 
     return ok("FQ306", f"certificate {file} is valid until {ends}")
 
 
-def named(held: certificate.Certificate, settings: AgentSettings) -> Finding:
-    """Check that the certificate is for this device."""
+def check_certificate_name(held: certificate.Certificate, settings: AgentSettings) -> Finding:
     if held.name != settings.device:
         return error(
             "FQ307",
@@ -93,6 +91,5 @@ def named(held: certificate.Certificate, settings: AgentSettings) -> Finding:
     return ok("FQ307", f"the certificate names {settings.device}")
 
 
-def day(clock_s: float) -> str:
-    """Day of a wall-clock time, UTC."""
+def format_day(clock_s: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(clock_s))

@@ -1,4 +1,4 @@
-"""Checks of a machine: pure, each looks at `facts.Machine` and gives one finding, or None where it has no say."""
+"""Pure checks of a machine's facts. None if a check does not apply or finds no problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.tools.doctor import conditions, facts
 from fedquilt.tools.doctor.facts import Machine
-from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
+from fedquilt.tools.doctor.findings import Finding, drop_missing, error, ok, warning
 from fedquilt.tools.flash import targets
 
 WRITTEN_S: Final = 1735689600.0  # 2025-01-01: no clock that is right is before this program was written
@@ -18,13 +18,11 @@ SWAP_LEFT: Final = 0.1  # share of the swap
 PYTHON: Final = {6: (3, 10), 7: (3, 12)}  # what NVIDIA's wheels for a JetPack are made for
 
 
-def check(machine: Machine) -> list[Finding]:
-    """All findings about a machine."""
-    return [*there(one(machine) for one in CHECKS), *conditions.check(machine.conditions)]
+def check_machine(machine: Machine) -> list[Finding]:
+    return [*drop_missing(one(machine) for one in CHECKS), *conditions.check_conditions(machine.conditions)]
 
 
-def python(machine: Machine) -> Finding | None:
-    """Check the version of Python; None: unknown."""
+def check_python(machine: Machine) -> Finding | None:
     if machine.python is None:
         return None
     has = ".".join(map(str, machine.python))
@@ -42,8 +40,7 @@ def python(machine: Machine) -> Finding | None:
     return ok("FQ101", f"Python {has}" + (f" on JetPack {machine.jetpack}" if machine.jetpack else ""))
 
 
-def word(machine: Machine) -> Finding | None:
-    """Check that Python has 64 bits; None: it has."""
+def check_word_size(machine: Machine) -> Finding | None:
     if machine.bits == 64:
         return None
     return error(
@@ -53,8 +50,7 @@ def word(machine: Machine) -> Finding | None:
     )
 
 
-def clock(machine: Machine) -> Finding:
-    """Check the clock."""
+def check_clock(machine: Machine) -> Finding:
     shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(machine.clock_s))
     if machine.clock_s < WRITTEN_S:
         return error(
@@ -65,8 +61,7 @@ def clock(machine: Machine) -> Finding:
     return ok("FQ110", f"the clock says {shown} UTC")
 
 
-def memory(machine: Machine) -> Finding:
-    """Check the size of the memory."""
+def check_memory(machine: Machine) -> Finding:
     if machine.memory_bytes is None:
         return error(
             "FQ120",
@@ -77,8 +72,7 @@ def memory(machine: Machine) -> Finding:
     return ok("FQ120", f"{machine.board}: {machine.memory_bytes / 1e6:.0f} MB of memory{left}")
 
 
-def swap(machine: Machine) -> Finding | None:
-    """Check the use of swap; None: nothing to report."""
+def check_swap(machine: Machine) -> Finding | None:
     if not machine.swap_bytes or machine.swap_free_bytes is None:
         return None
     if machine.swap_free_bytes < SWAP_LEFT * machine.swap_bytes:
@@ -92,7 +86,7 @@ def swap(machine: Machine) -> Finding | None:
     return ok("FQ130", f"swap: {machine.swap_free_bytes / 1e6:.0f} of {machine.swap_bytes / 1e6:.0f} MB free")
 
 
-def control_group(machine: Machine) -> Finding:
+def check_control_group(machine: Machine) -> Finding:
     """Check that the kernel can limit a task's memory."""
     unit = machine.unit
     if machine.controllers is None:
@@ -115,8 +109,7 @@ def control_group(machine: Machine) -> Finding:
     return ok("FQ140", "cgroup v2 can limit memory")
 
 
-def power_sensors(machine: Machine) -> Finding | None:
-    """Check that power can be measured; None: not expected on this board."""
+def check_power_sensors(machine: Machine) -> Finding | None:
     if machine.power_w is not None:
         return ok("FQ150", f"power: {machine.power_w:.2f} W")
     if not machine.tegra:
@@ -137,8 +130,7 @@ def power_sensors(machine: Machine) -> Finding | None:
     )
 
 
-def heat(machine: Machine) -> Finding | None:
-    """Check the temperature; None: not measurable, as on many boards."""
+def check_temperature(machine: Machine) -> Finding | None:
     if machine.temperature_c is None:
         if not machine.tegra:
             return None
@@ -156,8 +148,7 @@ def heat(machine: Machine) -> Finding | None:
     return ok("FQ151", f"the hottest zone is at {machine.temperature_c:.0f} C")
 
 
-def voltage(machine: Machine) -> Finding | None:
-    """Check the firmware's report of low voltage; None: none."""
+def check_voltage(machine: Machine) -> Finding | None:
     if not machine.undervoltage:
         return None
     return warning(
@@ -167,8 +158,7 @@ def voltage(machine: Machine) -> Finding | None:
     )
 
 
-def power_mode(machine: Machine) -> Finding | None:
-    """Check the power mode of a Jetson; None: another board."""
+def check_power_mode(machine: Machine) -> Finding | None:
     if not machine.tegra:
         return None
     if machine.mode is not None:
@@ -185,8 +175,7 @@ def power_mode(machine: Machine) -> Finding | None:
     )
 
 
-def clock_helper(machine: Machine) -> Finding | None:
-    """Check the clock helper; None: there is none, which the agent's checks judge."""
+def check_clock_helper(machine: Machine) -> Finding | None:
     if machine.helper is None:
         return None  # whether one is wanted, the agent's settings say
     if isinstance(machine.helper, Status):
@@ -202,8 +191,8 @@ def clock_helper(machine: Machine) -> Finding | None:
     return warning("FQ170", machine.helper.sentence, "sudo systemctl restart fedquilt-clocks")
 
 
-def hidden_clocks(machine: Machine) -> Finding | None:
-    """Frequencies that root alone may read come from the clock helper; without one the board sets these clocks."""
+def check_hidden_clocks(machine: Machine) -> Finding | None:
+    """Check that the clock helper reports the clock frequencies that only root may read."""
     if not machine.hidden:
         return None
     names = ", ".join(machine.hidden)
@@ -221,16 +210,16 @@ def hidden_clocks(machine: Machine) -> Finding | None:
 
 
 CHECKS: Final[Sequence[Callable[[Machine], Finding | None]]] = (
-    python,
-    word,
-    clock,
-    memory,
-    swap,
-    control_group,
-    power_sensors,
-    heat,
-    voltage,
-    power_mode,
-    clock_helper,
-    hidden_clocks,
+    check_python,
+    check_word_size,
+    check_clock,
+    check_memory,
+    check_swap,
+    check_control_group,
+    check_power_sensors,
+    check_temperature,
+    check_voltage,
+    check_power_mode,
+    check_clock_helper,
+    check_hidden_clocks,
 )

@@ -1,4 +1,4 @@
-"""Whether the power mode leaves a board fast enough for the deadlines that it was given lately."""
+"""Check of the power mode against the deadlines of the latest tasks."""
 
 from __future__ import annotations
 
@@ -9,43 +9,49 @@ from fedquilt.core import FedquiltError
 from fedquilt.edge_agent import state
 from fedquilt.edge_agent.clocks import controls, envelope
 from fedquilt.edge_agent.clocks.controls import Levers
-from fedquilt.edge_agent.clocks.modes import Mode, same
+from fedquilt.edge_agent.clocks.modes import Mode, is_same_mode
 from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.power.learned import Latest, Learned, estimates
+from fedquilt.edge_agent.power.learned import Latest, Learned, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, ok, warning
 
 
-def check(settings: AgentSettings, machine: Machine) -> Finding | None:
-    """Compare the latest task of each kind of work with what the present power mode permits; None: nothing is known.
+def check_deadlines(settings: AgentSettings, machine: Machine) -> Finding | None:
+    """Check that the power mode meets the latest deadlines, or return None without data.
 
     A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
     """
-    levers = controls.discover(machine.root)
-    mode = next((each for each in levers.modes if same(each.name, machine.mode)), None)
+    levers = controls.discover_controls(machine.root)
+    mode = next((each for each in levers.modes if is_same_mode(each.name, machine.mode)), None)
     if not machine.tegra or settings.board != "auto" or mode is None:
         return None
     try:
-        board = jetson.fitting(machine.root) if settings.profile is None else profiles.find(settings.profile)
-        known = state.learned(Path(settings.home))
+        board = (
+            jetson.find_profile(machine.root)
+            if settings.profile is None
+            else profiles.find_board_profile(settings.profile)
+        )
+        known = state.read_learned_costs(Path(settings.home))
     except FedquiltError:  # the profile is FQ308's; of a home of another user nothing is known
         return None
     met = False
     for workload, learned in known.items():
         latest = learned.latest
-        takes_s = None if board is None or latest is None else _fastest_s(board, levers, mode, learned, latest)
+        takes_s = (
+            None if board is None or latest is None else _shortest_duration_s(board, levers, mode, learned, latest)
+        )
         if board is None or latest is None or takes_s is None or latest.left_s <= 0:
             continue
         met = True
         if takes_s > latest.left_s:
-            others = {each: _fastest_s(board, levers, each, learned, latest) for each in levers.modes}
+            others = {each: _shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes}
             enough = {each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.left_s}
-            return _short(mode, workload, takes_s, latest.left_s, enough)
+            return _slow_mode_finding(mode, workload, takes_s, latest.left_s, enough)
     return ok("FQ162", f"power mode {mode.name} is fast enough for the latest deadlines") if met else None
 
 
-def _short(mode: Mode, workload: str, takes_s: float, left_s: float, enough: dict[Mode, float]) -> Finding:
+def _slow_mode_finding(mode: Mode, workload: str, takes_s: float, left_s: float, enough: dict[Mode, float]) -> Finding:
     said = (
         f"in power mode {mode.name} the latest task ({workload}) takes {takes_s:.1f} s at the highest clocks that the "
         f"mode permits, and had {left_s:.1f} s until its deadline"
@@ -56,9 +62,10 @@ def _short(mode: Mode, workload: str, takes_s: float, left_s: float, enough: dic
     return warning("FQ162", f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
 
 
-def _fastest_s(board: profiles.Board, levers: Levers, mode: Mode, learned: Learned, latest: Latest) -> float | None:
-    """Seconds that the latest task would take in a power mode at its fastest point; None: the profile cannot tell."""
-    most = envelope.most_hz(levers, envelope.bounds(levers, mode))
-    points = envelope.offered(board.operating_points(), levers, mode, most)
-    told = [each.seconds for each in estimates(learned, points, latest.work) if each is not None]
+def _shortest_duration_s(
+    board: profiles.Board, levers: Levers, mode: Mode, learned: Learned, latest: Latest
+) -> float | None:
+    most = envelope.permitted_hz(levers, envelope.control_limits(levers, mode))
+    points = envelope.permitted_points(board.operating_points(), levers, mode, most)
+    told = [each.seconds for each in estimate_points(learned, points, latest.work) if each is not None]
     return min(told, default=None)

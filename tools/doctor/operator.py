@@ -1,4 +1,4 @@
-"""Checks of the machine from which boards are flashed: only what `fedquilt flash` and the authority use."""
+"""Checks of the operator's machine for `fedquilt flash` and the certificate authority."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ MODULES: Final = (
 )
 
 
-def check(
+def check_operator_machine(
     has_module: Callable[[str], bool] = lambda name: find_spec(name) is not None,
     has_program: Callable[[str], bool] = lambda name: shutil.which(name) is not None,
 ) -> list[Finding]:
-    """All findings about this machine as an operator's."""
     told = []
     for number, name, why, mend in MODULES:
         if has_module(name):

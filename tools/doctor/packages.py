@@ -1,4 +1,4 @@
-"""Checks of Python packages, by their files alone: importing torch would take longer than the whole examination."""
+"""Checks of installed Python packages by their files, because importing torch is too slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.tools.doctor.facts import Machine
-from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
+from fedquilt.tools.doctor.findings import Finding, drop_missing, error, ok, warning
 from fedquilt.tools.flash.targets import NVIDIA_JP6
 from fedquilt.tools.flash.wheels import NUMPY_2
 
@@ -23,8 +23,6 @@ _LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
 
 @dataclass(frozen=True)
 class Packages:
-    """Installed packages, from their files."""
-
     versions: Mapping[str, str] = field(default_factory=dict)  # name in small letters, "-" for "_" -> version
     torch_cuda: str | None = None  # CUDA that torch was built with; None: without
     onnx_cuda: bool = False  # onnxruntime has its CUDA provider
@@ -33,71 +31,75 @@ class Packages:
     vision_lacks: tuple[str, ...] = ()  # libraries of torch that torchvision's operators need and torch has not
 
 
-def look(paths: Sequence[Path]) -> Packages:
-    """Packages installed in these folders; as in an import, the first counts."""
+def read_packages(paths: Sequence[Path]) -> Packages:
+    """Read the packages in these folders. Of two with the same name, the first counts."""
     versions: dict[str, str] = {}
     vision_torch = None
     for one in metadata.distributions(path=[str(path) for path in paths]):
-        name = _name(one).lower().replace("_", "-")
+        name = _package_name(one).lower().replace("_", "-")
         if not name or name in versions:
             continue
         versions[name] = one.version
         if name == "torchvision":
-            vision_torch = _exactly("torch", one.requires or ())
-    torch, vision, onnx = (_folder(paths, name) for name in ("torch", "torchvision", "onnxruntime"))
+            vision_torch = _pinned_version("torch", one.requires or ())
+    torch, vision, onnx = (_find_folder(paths, name) for name in ("torch", "torchvision", "onnxruntime"))
     return Packages(
         versions=versions,
-        torch_cuda=_literal(torch / "version.py", "cuda") if torch else None,
+        torch_cuda=_read_string_constant(torch / "version.py", "cuda") if torch else None,
         onnx_cuda=bool(onnx and (onnx / "capi/libonnxruntime_providers_cuda.so").is_file()),
-        torch_numpy=_numpy_of(torch / "lib/libtorch_python.so") if torch else None,
+        torch_numpy=_numpy_major_version(torch / "lib/libtorch_python.so") if torch else None,
         vision_torch=vision_torch,
-        vision_lacks=_lacking(vision, torch) if torch and vision else (),
+        vision_lacks=_missing_libraries(vision, torch) if torch and vision else (),
     )
 
 
-def _name(package: metadata.Distribution) -> str:
-    """A package's name; "": its folder has none, as an interrupted installation leaves it."""
+def _package_name(package: metadata.Distribution) -> str:
+    # "" for the folder of an interrupted installation
     try:
         return package.metadata["Name"] if "Name" in package.metadata else ""  # noqa: SIM401  (it has no get)
     except OSError:  # of the importlib_metadata package, if something has imported it; Python's own tells an empty name
         return ""
 
 
-def check(machine: Machine, packages: Packages) -> list[Finding]:
-    """All findings about packages, where there are any that run networks."""
-    return there([onnx(machine, packages), torch(machine, packages), numpy(machine, packages), vision(packages)])
+def check_packages(machine: Machine, packages: Packages) -> list[Finding]:
+    return drop_missing(
+        [
+            check_onnx(machine, packages),
+            check_torch(machine, packages),
+            check_numpy(machine, packages),
+            check_torchvision(packages),
+        ]
+    )
 
 
-def onnx(machine: Machine, packages: Packages) -> Finding | None:
-    """Check the installed onnxruntime; None: nothing to report."""
+def check_onnx(machine: Machine, packages: Packages) -> Finding | None:
     plain, gpu = (packages.versions.get(name) for name in ("onnxruntime", "onnxruntime-gpu"))
     if plain is not None and gpu is not None:
         return warning(
             "FQ201",
             f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
-            _mend(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
+            _fix_command(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
         )
     if plain is None and gpu is None:
         return None
-    if expected(machine) and not packages.onnx_cuda:
+    if is_gpu_expected(machine) and not packages.onnx_cuda:
         return warning(
             "FQ202",
             f"onnxruntime {plain or gpu} runs on the CPU alone, and there is a GPU: stitching is slow",
-            _mend(machine, "gpu", drop="onnxruntime"),
+            _fix_command(machine, "gpu", drop="onnxruntime"),
         )
     return ok("FQ201", f"onnxruntime {gpu or plain}" + (", with CUDA" if packages.onnx_cuda else ", on the CPU"))
 
 
-def torch(machine: Machine, packages: Packages) -> Finding | None:
-    """Check the installed torch; None: there is none."""
+def check_torch(machine: Machine, packages: Packages) -> Finding | None:
     version = packages.versions.get("torch")
     if version is None:
         return None
-    if expected(machine) and packages.torch_cuda is None:
+    if is_gpu_expected(machine) and packages.torch_cuda is None:
         return warning(
             "FQ203",
             f"torch {version} runs on the CPU alone, and there is a GPU: training is slow",
-            _mend(machine, "train"),
+            _fix_command(machine, "train"),
         )
     driver = CUDA.get(machine.jetpack or 0)
     if driver is not None and packages.torch_cuda and packages.torch_cuda.split(".")[0] != str(driver):
@@ -105,15 +107,14 @@ def torch(machine: Machine, packages: Packages) -> Finding | None:
             "FQ204",
             f"torch {version} is for CUDA {packages.torch_cuda}, and JetPack {machine.jetpack} has CUDA {driver}: "
             "it will not find the GPU",
-            _mend(machine, "train"),
+            _fix_command(machine, "train"),
         )
     return ok(
         "FQ203", f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
     )
 
 
-def vision(packages: Packages) -> Finding | None:
-    """Check that torchvision fits torch; None: one of them is missing."""
+def check_torchvision(packages: Packages) -> Finding | None:
     version, torch = packages.versions.get("torchvision"), packages.versions.get("torch")
     if version is None or torch is None:
         return None
@@ -129,13 +130,13 @@ def vision(packages: Packages) -> Finding | None:
     )
 
 
-def expected(machine: Machine) -> bool:
-    """Whether there is a GPU that wheels for a Python that fedquilt runs on can use: not so before JetPack 6."""
+def is_gpu_expected(machine: Machine) -> bool:
+    """Return whether wheels with GPU support exist for this machine (JetPack 6 or newer)."""
     return machine.gpu and (not machine.tegra or (machine.jetpack or 0) >= 6)
 
 
-def numpy(machine: Machine, packages: Packages) -> Finding | None:
-    """Check that torch was compiled for a NumPy as new as the one beside it; None: it was, or one is missing."""
+def check_numpy(machine: Machine, packages: Packages) -> Finding | None:
+    """Check that the installed NumPy is not newer than the one torch was compiled with."""
     version, torch = packages.versions.get("numpy"), packages.versions.get("torch")
     if version is None or torch is None or packages.torch_numpy != 1 or int(version.split(".")[0]) < 2:
         return None
@@ -149,8 +150,8 @@ def numpy(machine: Machine, packages: Packages) -> Finding | None:
     )
 
 
-def _mend(machine: Machine, extra: str, drop: str = "") -> str:
-    """The command that installs an extra's packages with the GPU; on a flashed board, which has no pip, flash again."""
+def _fix_command(machine: Machine, extra: str, drop: str = "") -> str:
+    # a flashed board does not have pip
     jp6 = machine.jetpack == 6
     if machine.flashed:
         others = {"gpu": "gpu", "train": "gpu train" if machine.gpu else "onnx train", "onnx": "onnx"}[extra]
@@ -167,12 +168,12 @@ def _mend(machine: Machine, extra: str, drop: str = "") -> str:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def _folder(paths: Sequence[Path], name: str) -> Path | None:
+def _find_folder(paths: Sequence[Path], name: str) -> Path | None:
     return next((path / name for path in paths if (path / name).is_dir()), None)
 
 
-def _exactly(name: str, requires: Iterable[str]) -> str | None:
-    """The version that a requirement as "torch (==2.13.0)" or "torch==2.13.0" pins."""
+def _pinned_version(name: str, requires: Iterable[str]) -> str | None:
+    """Return the version pinned by "torch (==2.13.0)" or "torch==2.13.0"."""
     for one in requires:
         found = re.match(rf"{name}\s*\(?==\s*([\w.+]+)", one)
         if found:
@@ -180,8 +181,7 @@ def _exactly(name: str, requires: Iterable[str]) -> str | None:
     return None
 
 
-def _literal(path: Path, name: str) -> str | None:
-    """The text that a Python file gives to a name, without running it."""
+def _read_string_constant(path: Path, name: str) -> str | None:
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
@@ -196,8 +196,7 @@ def _literal(path: Path, name: str) -> str | None:
     return None
 
 
-def _numpy_of(library: Path) -> int | None:
-    """Major version of the NumPy whose headers a compiled library was made with, at most 2; None: it cannot be read."""
+def _numpy_major_version(library: Path) -> int | None:
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if text.find(NUMPY_2) >= 0:
@@ -207,8 +206,7 @@ def _numpy_of(library: Path) -> int | None:
         return None
 
 
-def _lacking(vision: Path, torch: Path) -> tuple[str, ...]:
-    """Names of torch's libraries in torchvision's compiled operators that are not among torch's files."""
+def _missing_libraries(vision: Path, torch: Path) -> tuple[str, ...]:
     wanted: set[str] = set()
     for file in sorted(vision.glob("_C*.so")):
         try:

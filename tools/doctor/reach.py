@@ -1,4 +1,4 @@
-"""Checks of the way to the broker, one step after another: name, port, TLS, the broker's word, its packet limit."""
+"""Checks of the connection to the broker, in order: name, port, TLS, login, packet limit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedquilt import enrolment
 from fedquilt.core import FedquiltError, LinkError
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
-from fedquilt.tools.doctor.identity import day
+from fedquilt.tools.doctor.identity import format_day
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.mqtt_errors import unreachable
+from fedquilt.transport.mqtt_errors import unreachable_error
 from fedquilt.wire import MAX_CONTROL
 
 STEP_S: Final = 3.0  # for a port, and for TLS
@@ -33,46 +33,46 @@ _OTHER_NAME: Final = frozenset({62, 64})
 
 @dataclass(frozen=True)
 class Timer:
-    """When the examination has to be over, on the monotonic clock."""
+    """End of the examination, in monotonic time."""
 
     until_s: float
 
-    def left_s(self, most_s: float) -> float:
-        """Seconds left for a check, at most `most_s` and never 0."""
+    def remaining_s(self, most_s: float) -> float:
+        """Return the seconds left for a check, between 0.05 and `most_s`."""
         return max(min(most_s, self.until_s - time.monotonic()), 0.05)
 
 
-def way(broker: Broker, clock_s: float, timer: Timer) -> list[Finding]:
-    """Name, port and TLS, up to the first that fails."""
+def check_connection(broker: Broker, clock_s: float, timer: Timer) -> list[Finding]:
+    """Check name, port and TLS of a broker, up to the first failure."""
     try:
         found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as problem:
-        return [error("FQ401", str(unreachable(broker, problem)), f"getent hosts {broker.host}")]
+        return [error("FQ401", str(unreachable_error(broker, problem)), f"getent hosts {broker.host}")]
     addresses = sorted({str(one[4][0]) for one in found})
     told = [ok("FQ401", f"{broker.host} is {', '.join(addresses)}")]
     try:
-        line = socket.create_connection((broker.host, broker.port), timer.left_s(STEP_S))
+        line = socket.create_connection((broker.host, broker.port), timer.remaining_s(STEP_S))
     except OSError as problem:
-        return [*told, error("FQ402", str(unreachable(broker, problem)), f"nc -vz {broker.host} {broker.port}")]
+        return [*told, error("FQ402", str(unreachable_error(broker, problem)), f"nc -vz {broker.host} {broker.port}")]
     told.append(ok("FQ402", f"something listens at {broker}"))
     with line:
         if broker.tls:
-            told.append(_tls(broker, line, clock_s, timer))
+            told.append(_check_tls(broker, line, clock_s, timer))
     return told
 
 
-def _tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> Finding:
+def _check_tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> Finding:
     show = f"openssl s_client -connect {broker.host}:{broker.port} </dev/null"
     try:
-        line.settimeout(timer.left_s(STEP_S))
-        with broker.context().wrap_socket(line, server_hostname=broker.host) as secure:
-            held = certificate.parse(secure.getpeercert(binary_form=True) or b"")
-            if broker.cert is not None and (refusal := _alert(secure, timer)) is not None:
-                return error("FQ408", str(unreachable(broker, refusal)), _let_in(broker))
+        line.settimeout(timer.remaining_s(STEP_S))
+        with broker.tls_context().wrap_socket(line, server_hostname=broker.host) as secure:
+            held = certificate.parse_certificate(secure.getpeercert(binary_form=True) or b"")
+            if broker.cert is not None and (refusal := _receive_tls_alert(secure, timer)) is not None:
+                return error("FQ408", str(unreachable_error(broker, refusal)), _login_fix(broker))
     except ssl.SSLCertVerificationError as problem:
-        return _untrusted(broker, problem, show)
+        return _untrusted_finding(broker, problem, show)
     except OSError as problem:
-        return error("FQ403", str(unreachable(broker, problem)), show)
+        return error("FQ403", str(unreachable_error(broker, problem)), show)
     except FedquiltError as problem:
         return error("FQ403", str(problem), "correct [broker]")
     except ValueError as problem:
@@ -80,15 +80,15 @@ def _tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> F
     if held.ends_s - clock_s < enrolment.SOON_S:
         return warning(
             "FQ407",
-            f"the certificate of {broker} ends on {day(held.ends_s)}",
+            f"the certificate of {broker} ends on {format_day(held.ends_s)}",
             "fedquilt broker config again on the authority's machine, and copy its files to the broker",
         )
-    return ok("FQ403", f"the certificate of {broker} is to be trusted, until {day(held.ends_s)}")
+    return ok("FQ403", f"the certificate of {broker} is to be trusted, until {format_day(held.ends_s)}")
 
 
-def _alert(secure: ssl.SSLSocket, timer: Timer) -> ssl.SSLError | None:
-    """The broker's refusal of our certificate, which TLS 1.3 checks after the handshake; None: it waits for CONNECT."""
-    secure.settimeout(timer.left_s(ALERT_S))
+def _receive_tls_alert(secure: ssl.SSLSocket, timer: Timer) -> ssl.SSLError | None:
+    # TLS 1.3 checks the client's certificate after the handshake
+    secure.settimeout(timer.remaining_s(ALERT_S))
     try:
         secure.recv(1)
     except ssl.SSLError as refusal:
@@ -98,8 +98,8 @@ def _alert(secure: ssl.SSLSocket, timer: Timer) -> ssl.SSLError | None:
     return None
 
 
-def _untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Finding:
-    said = str(unreachable(broker, problem))
+def _untrusted_finding(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Finding:
+    said = str(unreachable_error(broker, problem))
     if problem.verify_code == _NOT_YET:
         return error("FQ404", said, "sudo timedatectl set-ntp true")
     if problem.verify_code == _EXPIRED:
@@ -111,17 +111,17 @@ def _untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str)
 
 
 @contextmanager
-def spoken(broker: Broker, client: str, timer: Timer) -> Iterator[MqttLink | Finding]:
-    """A link whose broker has answered; or the finding that it did not, or refuses us. Leaves no session behind."""
+def open_link(broker: Broker, client: str, timer: Timer) -> Iterator[MqttLink | Finding]:
+    """Yield a connected link without a persistent session, or an error finding."""
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
     link = MqttLink(dataclasses.replace(broker, session_expiry_s=0, max_payload=None), client)
     try:
         try:
-            link.connect(timer.left_s(WORD_S))
+            link.wait_until_connected(timer.remaining_s(WORD_S))
         except LinkError as problem:
-            yield error("FQ408", str(problem), _let_in(broker))
+            yield error("FQ408", str(problem), _login_fix(broker))
         else:
             yield link
     finally:
@@ -129,7 +129,7 @@ def spoken(broker: Broker, client: str, timer: Timer) -> Iterator[MqttLink | Fin
         log.setLevel(level)
 
 
-def _let_in(broker: Broker) -> str:
+def _login_fix(broker: Broker) -> str:
     if broker.cert is not None:
         return f"openssl x509 -noout -subject -dates -in {broker.cert}; and see the broker's log"
     if broker.user is not None:
@@ -137,8 +137,7 @@ def _let_in(broker: Broker) -> str:
     return "see the broker's log"
 
 
-def limits(broker: Broker, link: MqttLink) -> list[Finding]:
-    """Check the broker's announced packet limit against the setting here."""
+def check_packet_limit(broker: Broker, link: MqttLink) -> list[Finding]:
     level = "5" if link.level == 5 else "3.1.1"
     told = [ok("FQ408", f"{broker} lets us in, by MQTT {level}")]
     most = link.max_payload
@@ -161,8 +160,7 @@ def limits(broker: Broker, link: MqttLink) -> list[Finding]:
     return told
 
 
-def local(broker: Broker) -> bool:
-    """Whether only this machine reaches it."""
+def is_loopback(broker: Broker) -> bool:
     try:
         return ipaddress.ip_address(broker.host).is_loopback
     except ValueError:

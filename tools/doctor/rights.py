@@ -1,4 +1,4 @@
-"""What a broker's rules let this side do: tried by sending, and judged by what arrives. A SUBACK is no proof.
+"""Tests of the broker's access rules, by publishing messages and receiving their answers.
 
 A device asks the coordinator for a blob that nobody has, on its own branch; the answer, that it is missing, comes back
 on the same branch, so both ways are proven, through the coordinator itself. Towards a signed one it begins a
@@ -32,7 +32,7 @@ RULES: Final = "fedquilt broker config --for mosquitto ..., which writes the rul
 
 @dataclass(frozen=True)
 class Seen:
-    """Result of trying."""
+    """Outcome of a test of the broker's access rules."""
 
     level: int = 5  # of MQTT: only 5 says that it refuses
     coordinator: bool | None = None  # online by its own word; None: nothing heard of it
@@ -46,75 +46,76 @@ class Seen:
 Question = tuple[str, Wired]  # leaf and message that a coordinator answers on the same device's branch
 
 
-def blob() -> Question:
-    """Ask for a blob that nobody has."""
+def blob_question() -> Question:
+    """Return a request for a blob that does not exist."""
     return "blob/get", wire.Get(sha256=secrets.token_hex(32), chunk=CHUNK)
 
 
-def device(link: MqttLink, fleet: str, name: str, timer: Timer, question: Callable[[], Question] = blob) -> Seen:
-    """Try as the device `name`. A signed coordinator answers no other `question` than the beginning of a handshake."""
+def try_device(
+    link: MqttLink, fleet: str, name: str, timer: Timer, question: Callable[[], Question] = blob_question
+) -> Seen:
+    """Test the rights of a device. A signed coordinator answers only a handshake as `question`."""
     topics = wire.Topics(fleet)
-    own, other = (topics.device(one, "up", "") for one in (name, NOBODY))
+    own, other = (topics.device_topic(one, "up", "") for one in (name, NOBODY))
     heard: list[Message] = []
-    link.subscribe(topics.for_device(name))
-    refused = _ask(link, topics, name, timer, heard, question=question)
-    coordinator = _online(heard, topics)
+    link.subscribe(topics.device_filters(name))
+    refused = _send_question(link, topics, name, timer, heard, question=question)
+    coordinator = _is_coordinator_online(heard, topics)
 
-    def answered() -> bool:
+    def is_answered() -> bool:
         return any("/blob/" in one.topic or one.topic.endswith("/hello") for one in heard)
 
-    _drive(link, heard, answered, timer.left_s(ANSWER_S if coordinator else 0.0))
-    if not answered() and not coordinator:  # where a broker has no rules, we hear ourselves
+    _receive_until(link, heard, is_answered, timer.remaining_s(ANSWER_S if coordinator else 0.0))
+    if not is_answered() and not coordinator:  # where a broker has no rules, we hear ourselves
         link.subscribe([f"{own}#"])
-        refused |= _ask(link, topics, name, timer, heard, answered, question)
-    arrived = answered()
+        refused |= _send_question(link, topics, name, timer, heard, is_answered, question)
+    arrived = is_answered()
     strange: list[Message] = []
-    link.subscribe([f"{other}#", topics.device(NOBODY, "dn", "#")])
+    link.subscribe([f"{other}#", topics.device_topic(NOBODY, "dn", "#")])
 
-    def leaked() -> bool:
+    def has_leaked() -> bool:
         return any(f"/dev/{NOBODY}/" in one.topic for one in strange)
 
-    other_refused = _ask(link, topics, NOBODY, timer, strange, leaked, question)
+    other_refused = _send_question(link, topics, NOBODY, timer, strange, has_leaked, question)
     return Seen(
         level=link.level,
         coordinator=coordinator,
         refused=refused,
         arrived=arrived,
         other_refused=other_refused or not link.connected,
-        other_arrived=leaked(),
+        other_arrived=has_leaked(),
         broke=not link.connected and not arrived,
     )
 
 
-def coordinator(link: MqttLink, fleet: str, timer: Timer) -> Seen:
-    """Try as the coordinator: it writes to all devices, and hears them all."""
+def try_coordinator(link: MqttLink, fleet: str, timer: Timer) -> Seen:
     topics = wire.Topics(fleet)
     heard: list[Message] = []
-    link.subscribe(topics.for_coordinator())
+    link.subscribe(topics.coordinator_filters())
     before = link.dropped
     digest = secrets.token_hex(32)
     link.publish(
-        topics.blob(NOBODY, "dn", digest, "missing"),
+        topics.blob_topic(NOBODY, "dn", digest, "missing"),
         wire.encode(wire.Missing(sha256=digest, reason="a self-test of fedquilt doctor")),
     )
-    _drive(link, heard, lambda: link.backlog == 0, timer.left_s(ANSWER_S))
+    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
     refused = link.dropped > before
-    _drive(link, heard, lambda: bool(heard), timer.left_s(GRACE_S))
+    _receive_until(link, heard, lambda: bool(heard), timer.remaining_s(GRACE_S))
     if not heard:
-        _ask(link, topics, NOBODY, timer, heard, lambda: bool(heard))
+        _send_question(link, topics, NOBODY, timer, heard, lambda: bool(heard))
     return Seen(level=link.level, refused=refused, arrived=bool(heard), broke=not link.connected)
 
 
-def observer(link: MqttLink, fleet: str, name: str, timer: Timer) -> tuple[Seen, set[str]]:
-    """Try as the observer `name`, who hears everybody and writes nothing; and the devices that it heard of."""
+def try_observer(link: MqttLink, fleet: str, name: str, timer: Timer) -> tuple[Seen, set[str]]:
+    """Test the rights of an observer. Return the outcome and the senders of received messages."""
     topics = wire.Topics(fleet)
     heard: list[Message] = []
     link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
-    refused = _ask(link, topics, name, timer, heard)
-    devices = {wire.sender(one.topic) for one in heard} - {""}
+    refused = _send_question(link, topics, name, timer, heard)
+    devices = {wire.device_from_topic(one.topic) for one in heard} - {""}
     return Seen(
         level=link.level,
-        coordinator=_online(heard, topics),
+        coordinator=_is_coordinator_online(heard, topics),
         arrived=bool(heard),
         refused=refused,
         broke=not link.connected,
@@ -122,7 +123,6 @@ def observer(link: MqttLink, fleet: str, name: str, timer: Timer) -> tuple[Seen,
 
 
 def judge_observer(seen: Seen, devices: Collection[str], broker: Broker) -> list[Finding]:
-    """Findings of `observer`."""
     rules = (
         "fedquilt broker config --for mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
         "the observers with a certificate; then copy FOLDER to the broker and reload it"
@@ -138,7 +138,6 @@ def judge_observer(seen: Seen, devices: Collection[str], broker: Broker) -> list
 
 
 def judge_device(seen: Seen, broker: Broker, name: str) -> list[Finding]:
-    """Findings of `device`."""
     branch = f"dev/{name}"
     rules = RULES
     if seen.broke:
@@ -160,15 +159,15 @@ def judge_device(seen: Seen, broker: Broker, name: str) -> list[Finding]:
         word = "acknowledges" if seen.level == 5 else "takes, without a word whether it passes them on,"
         said = f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online"
         told = [ok("FQ411", said)]
-    return [*told, _other(seen, broker, rules)]
+    return [*told, _judge_other_branch(seen, broker, rules)]
 
 
-def _other(seen: Seen, broker: Broker, rules: str) -> Finding:
+def _judge_other_branch(seen: Seen, broker: Broker, rules: str) -> Finding:
     if seen.other_arrived:
         said = f"{broker} lets this device reach another device's branch: what was sent on dev/{NOBODY} arrived"
         if broker.tls or broker.user is not None:
             return error("FQ412", said, rules)
-        if reach.local(broker):
+        if reach.is_loopback(broker):
             return ok("FQ412", f"{broker} has no rules for devices; only this machine reaches it")
         return warning("FQ412", f"{said}; it has neither encryption nor users", rules)
     if seen.other_refused or seen.level < 5:
@@ -182,7 +181,6 @@ def _other(seen: Seen, broker: Broker, rules: str) -> Finding:
 
 
 def judge_coordinator(seen: Seen, broker: Broker) -> list[Finding]:
-    """Findings of `coordinator`."""
     rules = RULES
     if seen.broke or seen.refused:
         return [error("FQ413", f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", rules)]
@@ -194,32 +192,32 @@ def judge_coordinator(seen: Seen, broker: Broker) -> list[Finding]:
 # -- trying ---------------------------------------------------------------------------------------
 
 
-def _ask(
+def _send_question(
     link: MqttLink,
     topics: wire.Topics,
     name: str,
     timer: Timer,
     heard: list[Message],
     enough: Callable[[], bool] = lambda: False,
-    question: Callable[[], Question] = blob,
+    question: Callable[[], Question] = blob_question,
 ) -> bool:
-    """Ask what a coordinator answers; whether the broker refused the question."""
+    """Publish a question and wait for messages. Return whether the broker refused the question."""
     before = link.dropped
     leaf, message = question()
-    link.publish(topics.device(name, "up", leaf), wire.encode(message))
-    _drive(link, heard, lambda: link.backlog == 0, timer.left_s(ANSWER_S))
-    _drive(link, heard, enough, timer.left_s(GRACE_S))
+    link.publish(topics.device_topic(name, "up", leaf), wire.encode(message))
+    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
+    _receive_until(link, heard, enough, timer.remaining_s(GRACE_S))
     return link.dropped > before
 
 
-def _drive(link: MqttLink, heard: list[Message], enough: Callable[[], bool], limit_s: float) -> None:
+def _receive_until(link: MqttLink, heard: list[Message], enough: Callable[[], bool], limit_s: float) -> None:
     until_s = time.monotonic() + limit_s
     while not enough() and link.connected and (left_s := until_s - time.monotonic()) > 0:
         link.wait(left_s)
         heard += link.receive()
 
 
-def _online(heard: list[Message], topics: wire.Topics) -> bool | None:
+def _is_coordinator_online(heard: list[Message], topics: wire.Topics) -> bool | None:
     for one in reversed(heard):
         if one.topic == topics.coord:
             try:

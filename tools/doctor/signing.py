@@ -1,4 +1,4 @@
-"""Whether both sides know who sent what: by a handshake with the coordinator, as an agent makes it."""
+"""Checks of message authentication, by a handshake with the coordinator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedquilt import enrolment
 from fedquilt.core import JobError
 from fedquilt.tools.doctor import reach
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
-from fedquilt.tools.doctor.identity import day
+from fedquilt.tools.doctor.identity import format_day
 from fedquilt.tools.doctor.reach import Timer
 from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
@@ -22,23 +22,23 @@ ISSUE: Final = "fedquilt ca issue coordinator, on the authority's machine"
 _ENROL: Final = "fedquilt ca and fedquilt enrol give both sides a certificate (docs/security.md)"
 
 
-def identity(broker: Broker) -> Identity | Finding:
-    """With what this side proves who it is; or the finding that it cannot."""
+def load_identity(broker: Broker) -> Identity | Finding:
+    """Return the identity for signing, or a finding if none is configured."""
     try:
-        found = sealed.identity(broker)
+        found = sealed.load_identity(broker)
     except JobError as problem:
         return error("FQ414", str(problem), "add ca")
     if found is not None:
         return found
-    if reach.local(broker):
+    if reach.is_loopback(broker):
         return ok("FQ414", f"{sealed.UNSIGNED}; only this machine reaches {broker}")
     return warning("FQ414", sealed.UNSIGNED, _ENROL)
 
 
-def device(link: MqttLink, own: Identity, fleet: str, name: str, online: bool | None, timer: Timer) -> Finding:
-    """Shake hands as the device `name`; `online`: whether a coordinator is said to be."""
+def check_handshake(link: MqttLink, own: Identity, fleet: str, name: str, online: bool | None, timer: Timer) -> Finding:
+    """Check the handshake of a device. An offline coordinator is not waited for."""
     board = BoardLink(link, own, fleet, name)
-    until_s = time.monotonic() + timer.left_s(ANSWER_S if online else 0.0)
+    until_s = time.monotonic() + timer.remaining_s(ANSWER_S if online else 0.0)
     board.receive()
     while not board.connected and link.connected and (left_s := until_s - time.monotonic()) > 0:
         link.wait(left_s)
@@ -51,12 +51,13 @@ def device(link: MqttLink, own: Identity, fleet: str, name: str, online: bool | 
     return error("FQ414", said, "look into the coordinator's log, which says why it refuses a device")
 
 
-def coordinator(own: Identity, clock_s: float) -> Finding:
-    """Whether boards will take the certificate for the coordinator's, and for how long."""
+def check_coordinator_certificate(own: Identity, clock_s: float) -> Finding:
     try:
-        ends_s = own.require_coordinator()
+        ends_s = own.require_coordinator_certificate()
     except JobError as problem:
         return error("FQ414", str(problem), ISSUE)
     if ends_s - clock_s < enrolment.SOON_S:
-        return warning("FQ414", f"signed: no board takes the coordinator's certificate after {day(ends_s)}", ISSUE)
+        return warning(
+            "FQ414", f"signed: no board takes the coordinator's certificate after {format_day(ends_s)}", ISSUE
+        )
     return ok("FQ414", "signed: boards will take the certificate for the coordinator's")

@@ -1,4 +1,4 @@
-"""Whether this version of the agent could run here: `fedquilt agent agent.toml --check`, asked before an upgrade.
+"""Check before an upgrade that this version of the agent can run (`fedquilt agent --check`).
 
 The check reads what the agent reads, and carries out one small task in a process of its own, as tasks are. Nothing of
 the agent's is changed: an agent may run beside the check. What was wrong before the upgrade and does not keep an agent
@@ -30,50 +30,50 @@ DATA: Final = {"synthetic": "fedpews-3.2k", "limit": 32}
 PARTS: Final = ("edge_agent.daemon", "transport.mqtt", "transport.sealed", "edge_agent.power.learned")
 
 
-def check(settings: AgentSettings, path: Path) -> None:
-    """Check that an agent of this version would run with these settings.
+def check_version(settings: AgentSettings, path: Path) -> None:
+    """Check that an agent of this version can run with these settings.
 
     Args:
-        settings: read from the file `path`.
-        path: of agent.toml.
+        settings: Settings read from `path`.
+        path: Path of the agent.toml.
 
     Raises:
-        FedquiltError: it would not, and why.
+        FedquiltError: If a package, the home, credentials, sensors or a small task fail.
     """
     for part in PARTS:
         try:
             import_module(f"fedquilt.{part}")
         except ImportError as error:
             raise JobError(f"{part} of this version cannot be imported ({error}): a package is missing") from None
-    for finding in (agent.folder(Path(settings.home)), *identity.check(settings, path, time.time())):
-        _require(finding)
-    sensors(settings)
-    small_task()
+    for finding in (agent.check_home(Path(settings.home)), *identity.check_identity(settings, path, time.time())):
+        _raise_if_error(finding)
+    read_sensors(settings)
+    train_small_task()
 
 
-def _require(finding: Finding) -> None:
+def _raise_if_error(finding: Finding) -> None:
     if finding.severity == "error":
         raise JobError(f"{finding.sentence} (mend: {finding.mend})")
 
 
-def sensors(settings: AgentSettings) -> None:
-    """Read the board's sensors as the agent will.
+def read_sensors(settings: AgentSettings) -> None:
+    """Read the board's sensors once.
 
     Raises:
-        FedquiltError: they cannot be read.
+        FedquiltError: If the profile, meter or board is unusable.
     """
-    profile = None if settings.profile is None else profiles.find(settings.profile)
-    meter = None if settings.meter is None else devices.meter(settings.meter)
-    devices.make(settings.board, profile=profile, meter=meter).read(time.monotonic())
+    profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
+    meter = None if settings.meter is None else devices.create_meter(settings.meter)
+    devices.create_device(settings.board, profile=profile, meter=meter).read_sensors(time.monotonic())
 
 
-def small_task() -> None:
-    """Train a tiny network on a few drawn points, in the process that tasks have.
+def train_small_task() -> None:
+    """Train a small network on synthetic data in a task process.
 
     Raises:
-        JobError: the task has failed.
+        JobError: If the task failed.
     """
-    method, model = methods.load("fedavg"), numpy_engine.init(NETWORK, seed=0)
+    method, model = methods.load("fedavg"), numpy_engine.init_tensors(NETWORK, seed=0)
     made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
     order = method.send(method.init(made, method.params(), 0), DeviceView("check", None))
     assert order is not None

@@ -1,4 +1,4 @@
-"""An emulated board's run beside the same run on this machine's own processor."""
+"""Comparison of an emulated board's run with the same run on this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of on
 
 @dataclass(frozen=True)
 class Beside:
-    """How far two runs of one search agree. Differences are of the largest, in absolute value; None: nothing common."""
-
     rounds: int  # committed by the first
     tasks_s: tuple[float, ...]  # of each task of the first, on its board
     paths: int  # networks, whole or not, that both have scored
@@ -34,53 +32,41 @@ class Beside:
 
 
 def compare(first: tuple[Store, str], other: tuple[Store, str]) -> Beside:
-    """Two runs as they stand.
-
-    Raises:
-        JobError: one of them has committed no round.
-    """
     ours, theirs = state(*first), state(*other)
     mine, others = scores(ours), scores(theirs)
     common = mine.keys() & others.keys()
     joined = ours.junctions.keys() & theirs.junctions.keys()
-    facts = [fact for _, _, fact in first[0].facts(first[1])]
+    facts = [fact for _, _, fact in first[0].read_events(first[1])]
     return Beside(
         sum(isinstance(fact, Committed) for fact in facts),
         tuple(fact.update.usage.wall_s for fact in facts if isinstance(fact, Answered)),
         len(common),
         len(mine.keys() ^ others.keys()),
         max((abs(mine[path] - others[path]) for path in common), default=None),
-        max((_apart(ours.junctions[name], theirs.junctions[name]) for name in joined), default=None),
+        max((_max_difference(ours.junctions[name], theirs.junctions[name]) for name in joined), default=None),
         chosen(ours),
         chosen(ours) == chosen(theirs),
     )
 
 
 def state(store: Store, run: str) -> State:
-    """A stitching run's state after its last committed round.
-
-    Raises:
-        JobError: there is none.
-    """
-    refs = [fact.state for _, _, fact in store.facts(run) if isinstance(fact, Committed)]
-    path = store.depot.path(refs[-1].sha256) if refs else None
+    refs = [fact.state for _, _, fact in store.read_events(run) if isinstance(fact, Committed)]
+    path = store.depot.blob_path(refs[-1].sha256) if refs else None
     if path is None:
         raise JobError(f"{run} in {store.home} has committed no round: `fedquilt logs {run} --home {store.home}`")
-    return tensors.unpack(path.read_bytes(), methods.load("fedstitch").state)
+    return tensors.unpack_state(path.read_bytes(), methods.load("fedstitch").state)
 
 
 def scores(state: State) -> dict[tuple[str, ...], float]:
-    """Network -> its score, of all that the search still knows."""
     nets = (*state.frontier, *state.finished, *([state.current] if state.current else []))
     return {**{net.path: net.score for net in nets}, **{net.path: net.score for net in state.finalists}}
 
 
 def chosen(state: State) -> str:
-    """The name of the network that a finished search has come to; "" while it is not finished."""
-    return judging.name(state.candidates[state.chosen]) if state.phase == "done" and state.candidates else ""
+    return judging.candidate_name(state.candidates[state.chosen]) if state.phase == "done" and state.candidates else ""
 
 
-def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+def _max_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
@@ -98,7 +84,6 @@ def agrees(result: Mapping[str, Any]) -> bool:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """Result of the comparison, for people."""
     said = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     tasks, chosen = result["tasks_s"], result["chosen"]
     took = f": {min(tasks):.1f} to {max(tasks):.1f} s each" if tasks else ""

@@ -1,4 +1,4 @@
-"""The kernel's table of foreign programs (binfmt_misc): an entry for aarch64 while it is needed, and no longer.
+"""Temporary entry for aarch64 programs in the kernel's binfmt_misc table.
 
 With the flag F the kernel holds the emulator open, so that it serves programs in a root file system that
 does not have it (Linux, Documentation/admin-guide/binfmt-misc.rst). A shell with mounts of its own sees the
@@ -32,19 +32,16 @@ InTable = Callable[[str], list[str]]
 
 
 def in_table(commands: str) -> list[str]:
-    """What runs shell commands in the table's folder. The mount is in a namespace of its own, and goes with them."""
     mount = f"mount -t binfmt_misc binfmt_misc {PLACE} && cd {PLACE} || exit 1"
     return ["unshare", "--mount", "sh", "-c", f"{mount}\n{commands}"]
 
 
 def line(emulator: Path) -> str:
-    """What registers the emulator for aarch64."""
     magic, mask = ("".join(f"\\x{byte:02x}" for byte in some) for some in (MAGIC, MASK))
     return f":{NAME}:M::{magic}:{mask}:{emulator}:F"
 
 
 def entries(listed: str) -> dict[str, dict[str, str]]:
-    """Entry -> its lines, key by key, of what LIST says."""
     found: dict[str, dict[str, str]] = {}
     entry: dict[str, str] = {}
     for text in listed.splitlines():
@@ -65,12 +62,7 @@ def serves(entry: dict[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def registered(emulator: Path, table: InTable = in_table) -> Iterator[str]:
-    """Programs for aarch64 run while in it; says how. An entry that was there is used and stays.
-
-    Raises:
-        JobError: the kernel has no such table, or refuses.
-    """
+def register_emulator(emulator: Path, table: InTable = in_table) -> Iterator[str]:
     try:
         there = entries(own_python.run(table(LIST)))
     except JobError as error:

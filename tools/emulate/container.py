@@ -1,4 +1,4 @@
-"""A flashed root file system, booted by systemd-nspawn on this machine's own kernel, its systemd as process 1."""
+"""Container of a flashed root file system, booted by systemd-nspawn."""
 
 from __future__ import annotations
 
@@ -28,15 +28,7 @@ mount --rbind {BOARD} /sys
 INIT: Final = "exec /lib/systemd/systemd"
 
 
-def words(root: Path, tree: Path | None, name: str, groups: tuple[Path, ...] = ()) -> list[str]:
-    """Command that boots a root file system.
-
-    Args:
-        root: the root file system.
-        tree: folder whose files are the container's /sys; its writes are visible here. None: as nspawn makes it.
-        name: of the container.
-        groups: `cgroup.procs` files of the groups that it is to join.
-    """
+def boot_command(root: Path, tree: Path | None, name: str, groups: tuple[Path, ...] = ()) -> list[str]:
     nspawn = [
         *("systemd-nspawn", "--quiet", "--directory", str(root), "--machine", name),
         *("--register=no", "--keep-unit", "--settings=no", "--link-journal=no", "--console=read-only"),
@@ -50,11 +42,7 @@ def words(root: Path, tree: Path | None, name: str, groups: tuple[Path, ...] = (
 
 @dataclass
 class Container:
-    """One boot of a root file system.
-
-    Args:
-        log: file of the console's output.
-    """
+    """One boot of a root file system. `log` is the file for console output."""
 
     root: Path
     tree: Path | None
@@ -65,81 +53,84 @@ class Container:
     leader: int = field(default=0, init=False)  # first process of the container, by this machine's number
 
     def boot(self) -> None:
-        """Boot the container; returns when its systemd has reached basic.target.
+        """Boot the container and wait for systemd's basic.target.
 
         Raises:
-            LinkError: the container does not come up in time; quotes the end of the console's output.
+            LinkError: If the container does not boot in time.
         """
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                words(self.root, self.tree, self.name, self.groups),
+                boot_command(self.root, self.tree, self.name, self.groups),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
             )
-        if not until(self._basic, BOOT_S, lambda: self.process is not None and self.process.poll() is None):
+        if not wait_until(
+            self._has_basic_target, BOOT_S, lambda: self.process is not None and self.process.poll() is None
+        ):
             raise LinkError(f"{self.root} has not booted within {BOOT_S:g} s: {last(self.log)} ({self.log})")
 
-    def _basic(self) -> bool:
+    def _has_basic_target(self) -> bool:
         assert self.process is not None
-        self.leader = self.leader or child_of(self.process.pid)
+        self.leader = self.leader or find_container_process(self.process.pid)
         if not self.leader:
             return False
-        return self._done("systemctl", "is-active", "basic.target").stdout.strip() == "active"
+        return self._run_process("systemctl", "is-active", "basic.target").stdout.strip() == "active"
 
-    def inside(self, *command: str) -> list[str]:
-        """Words that run a command in the container as root, from outside."""
+    def command_inside(self, *command: str) -> list[str]:
         return ["nsenter", "--target", str(self.leader), "--all", "--wd=/", *command]
 
     def run(self, *command: str) -> str:
-        """Standard output of a command in the container.
+        """Return the standard output of a command in the container.
 
         Raises:
-            JobError: the command fails; quotes the end of its output.
+            JobError: If the command failed.
         """
-        done = self._done(*command)
+        done = self._run_process(*command)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
             raise JobError(f"{' '.join(command[:3])} in {self.root} ended with {done.returncode}: {said[-1]}")
         return done.stdout
 
-    def _done(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def _run_process(self, *command: str) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(
-                self.inside(*command), capture_output=True, text=True, check=False, timeout=RUN_S, errors="replace"
+                self.command_inside(*command),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=RUN_S,
+                errors="replace",
             )
         except subprocess.TimeoutExpired:
             raise JobError(f"{command[0]} in {self.root} has not ended after {RUN_S:g} s") from None
 
-    def fails(self, *command: str) -> str | None:
-        """Error output of a command in the container; None: the command succeeds."""
-        done = self._done(*command)
+    def error_of(self, *command: str) -> str | None:
+        """Return the error output of a command in the container, or None if the command succeeded."""
+        done = self._run_process(*command)
         return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
-    def unit(self, name: str) -> Mapping[str, str]:
-        """Properties of a unit in systemd, such as MainPID, NRestarts and Result."""
-        return properties(self.run("systemctl", "show", name))
+    def unit_properties(self, name: str) -> Mapping[str, str]:
+        return parse_properties(self.run("systemctl", "show", name))
 
-    def journal(self, unit: str | None = None) -> str:
-        """Journal of this boot, of one unit or all."""
+    def read_journal(self, unit: str | None = None) -> str:
         of = [] if unit is None else ["--unit", unit]
         return self.run("journalctl", "--no-pager", "--boot", "--output=short-precise", *of)
 
-    def kill(self, number: signal.Signals, unit: str) -> int:
-        """Send a signal to a unit's main process from outside; the process's number inside.
+    def kill_unit(self, number: signal.Signals, unit: str) -> int:
+        """Send a signal to a unit's main process. Return the process id inside the container.
 
         Raises:
             JobError: the unit has no main process.
         """
-        pid = self.unit(unit)["MainPID"]
+        pid = self.unit_properties(unit)["MainPID"]
         if pid == "0":
             raise JobError(f"{unit} has no process to be sent {number.name}")
         self.run("sh", "-c", 'kill "-$0" "$1"', str(number.value), pid)
         return int(pid)
 
     def stop(self) -> None:
-        """Shut the container down as a board is, or kill it after STOP_S."""
         if self.process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM makes nspawn ask its systemd to halt
@@ -151,8 +142,8 @@ class Container:
         self.process, self.leader = None, 0
 
 
-def until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-    """Wait for a condition; returns whether it held in time and while the process lived."""
+def wait_until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
+    """Return whether a condition became true within `limit_s`, while `alive` returned True."""
     end_s = time.monotonic() + limit_s
     while not reached():
         if time.monotonic() >= end_s or not alive():
@@ -161,26 +152,24 @@ def until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool]
     return True
 
 
-def properties(shown: str) -> dict[str, str]:
-    """Output of `systemctl show`, one KEY=VALUE in a line."""
+def parse_properties(shown: str) -> dict[str, str]:
     return {key: value for key, equals, value in (line.partition("=") for line in shown.splitlines()) if equals}
 
 
-def child_of(parent: int, proc: Path = Path("/proc")) -> int:
-    """First child process that has a namespace of process ids of its own; 0: there is none."""
-    own = _space(proc / str(parent))
+def find_container_process(parent: int, proc: Path = Path("/proc")) -> int:
+    """Return the first child with a namespace of process ids of its own, or 0."""
+    own = _pid_namespace(proc / str(parent))
     for folder in proc.glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has just ended
             continue
-        if int(fields[1]) == parent and _space(folder) not in (None, own):
+        if int(fields[1]) == parent and _pid_namespace(folder) not in (None, own):
             return int(folder.name)
     return 0
 
 
-def _space(process: Path) -> str | None:
-    """Kernel's name of a process's namespace of process ids."""
+def _pid_namespace(process: Path) -> str | None:
     try:
         return os.readlink(process / "ns/pid")
     except OSError:

@@ -1,4 +1,4 @@
-"""A command in an enclosure: mounts, process ids and control groups of its own, so that nothing of it outlives it.
+"""Enclosure of a command: private mounts, process ids and control groups.
 
 The kernel takes the enclosure down when its first process ends, and that one is killed with the process that made
 the enclosure: also after `kill -9` no process and no mount is left. An empty control group may be left, which the
@@ -27,21 +27,21 @@ GROUP: Final = "fedquilt-emulate-"  # followed by the process id of its maker
 OURS, BOARDS, HUB = "rehearsal", "boards", "hub"  # groups below it: of this program, and of each container
 
 
-def run(words: Sequence[str]) -> int:
-    """Run a command in an enclosure; returns its exit code. SIGINT, SIGTERM and SIGHUP reach it as SIGTERM, once."""
+def run_enclosed(words: Sequence[str]) -> int:
+    """Run a command in an enclosure and return the exit code. Signals reach the command as SIGTERM."""
     with (
-        in_groups(),
+        use_own_groups(),
         subprocess.Popen([*WORDS, *words], stdin=subprocess.DEVNULL, start_new_session=True) as process,
     ):
         told = False
 
-        def tell(number: int, frame: FrameType | None) -> None:
+        def forward_signal(number: int, frame: FrameType | None) -> None:
             nonlocal told
             if not told:
                 told = True
                 os.killpg(process.pid, signal.SIGTERM)
 
-        before = {number: signal.signal(number, tell) for number in SIGNALS}
+        before = {number: signal.signal(number, forward_signal) for number in SIGNALS}
         try:
             while not told:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -58,8 +58,8 @@ def run(words: Sequence[str]) -> int:
 # -- control groups -------------------------------------------------------------------------------
 
 
-def own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
-    """The folders of a process's groups that a systemd uses: the unified hierarchy's and, beside version 1, systemd's.
+def find_own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
+    """Return the control group folders of a process that systemd uses.
 
     Args:
         cgroup: what /proc/PID/cgroup says.
@@ -80,13 +80,13 @@ def own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
 
 
 @contextlib.contextmanager
-def in_groups() -> Iterator[None]:
-    """Put this process into groups of its own, so that a container's groups are beside it and can be removed later."""
-    before, name = own_groups(Path("/proc/self/cgroup").read_text()), f"{GROUP}{os.getpid()}"
+def use_own_groups() -> Iterator[None]:
+    """Move this process into new control groups, and remove them at the end."""
+    before, name = find_own_groups(Path("/proc/self/cgroup").read_text()), f"{GROUP}{os.getpid()}"
     for group in before:
         for stale in group.glob(f"{GROUP}*"):
             if not Path("/proc", stale.name.removeprefix(GROUP)).exists():  # its maker was killed
-                remove(stale)
+                remove_group(stale)
         with contextlib.suppress(OSError):  # containers work without, where groups may not be made
             for leaf in (OURS, BOARDS, HUB):
                 (group / name / leaf).mkdir(parents=True, exist_ok=True)
@@ -100,21 +100,15 @@ def in_groups() -> Iterator[None]:
         for group in before:
             with contextlib.suppress(OSError):
                 (group / "cgroup.procs").write_text("0")
-            remove(group / name)
+            remove_group(group / name)
 
 
-def remove(group: Path) -> None:
-    """Remove a group and the groups below it that are empty."""
+def remove_group(group: Path) -> None:
     for folder, _, _ in os.walk(group, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
 
-def for_boards(leaf: str = BOARDS) -> list[Path]:
-    """Files that a process in the enclosure writes "0" to, to move into the groups that are for a container.
-
-    Args:
-        leaf: BOARDS, or HUB for a container beside a board: a systemd takes its groups for its own alone.
-    """
-    groups = own_groups(Path("/proc/self/cgroup").read_text())
+def container_group_files(leaf: str = BOARDS) -> list[Path]:
+    groups = find_own_groups(Path("/proc/self/cgroup").read_text())
     return [group.parent / leaf / "cgroup.procs" for group in groups if group.name == OURS]

@@ -1,4 +1,4 @@
-"""A root file system of Debian's in a folder, and programs in it."""
+"""Debian root file system in a folder, and programs in it."""
 
 from __future__ import annotations
 
@@ -26,38 +26,28 @@ MOUNT: Final = 'mount -t proc proc "$0/proc" && mount -t sysfs -o ro sysfs "$0/s
 
 @dataclass(frozen=True)
 class Guest:
-    """A root file system."""
-
     root: Path
 
-    def words(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
-        """The command in it, as one to run here.
-
-        It gets mounts and process ids of its own: its /proc and /sys are gone with it, and when it ends the
-        kernel kills whatever it has started.
-        """
+    def command_inside(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
         root = str(self.root)
         enter = ["unshare", "--root", root, "--wd", folder, "--setgid", str(group), "--setuid", str(user)]
         return [*SPACES, "sh", "-c", MOUNT, root, *enter, *command]
 
     def run(self, *command: str) -> str:
-        """What a program in it says, run as root.
+        """Return the standard output of a command that runs as root in the root file system.
 
         Raises:
-            JobError: it fails; with its last words.
+            JobError: If the command failed.
         """
-        done = subprocess.run(self.words(command), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            self.command_inside(command), env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
             raise JobError(f"{command[0]} in {self.root} ended with {done.returncode}: {said[-1]}")
         return done.stdout
 
-    def ids(self, name: str) -> tuple[int, int]:
-        """A user's and its group's number, as its own /etc/passwd says.
-
-        Raises:
-            JobError: there is none.
-        """
+    def read_ids(self, name: str) -> tuple[int, int]:
         for line in (self.root / "etc/passwd").read_text().splitlines():
             fields = line.split(":")
             if fields[0] == name:
@@ -65,21 +55,19 @@ class Guest:
         raise JobError(f"{self.root} has no user {name}: fedquilt-setup.service makes it")
 
 
-def bootstrap(root: Path, mirror: str, machine: str = "arm64", packages: Sequence[str] = PACKAGES) -> list[str]:
-    """The command that makes a Debian where its programs can be run, those for arm64 by `binfmt`.
-
-    Its mounts are in a namespace of their own, and go when it ends.
-    """
+def bootstrap_command(root: Path, mirror: str, machine: str = "arm64", packages: Sequence[str] = PACKAGES) -> list[str]:
     options = [f"--arch={machine}", "--variant=minbase", f"--include={','.join(packages)}"]
     return ["unshare", "--mount", "debootstrap", *options, SUITE, str(root), mirror]
 
 
-def make(root: Path, mirror: str, log: Path, machine: str = "arm64", packages: Sequence[str] = PACKAGES) -> Guest:
-    """A new root file system; the folder appears when it is whole.
+def create_root(
+    root: Path, mirror: str, log: Path, machine: str = "arm64", packages: Sequence[str] = PACKAGES
+) -> Guest:
+    """Create a root file system with debootstrap.
 
     Raises:
-        JobError: debootstrap fails, with its last words.
-        StoreError: the folder cannot be used.
+        JobError: If debootstrap failed.
+        StoreError: If the folder is unusable.
     """
     new = root.with_name(root.name + ".new")
     with doing(f"make {new}"):
@@ -88,7 +76,11 @@ def make(root: Path, mirror: str, log: Path, machine: str = "arm64", packages: S
         new.mkdir(parents=True)
     with log.open("ab") as out:
         done = subprocess.run(
-            bootstrap(new, mirror, machine, packages), stdout=out, stderr=out, stdin=subprocess.DEVNULL, check=False
+            bootstrap_command(new, mirror, machine, packages),
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     if done.returncode:
         last = log.read_text(errors="replace").strip().splitlines() or ["(it said nothing)"]

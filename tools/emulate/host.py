@@ -1,4 +1,4 @@
-"""What an emulation needs of this machine."""
+"""Requirements of an emulation on this machine, and its Debian archive."""
 
 from __future__ import annotations
 
@@ -32,16 +32,13 @@ BOOTED: Final = {  # likewise, for what systemd-nspawn boots
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of this machine that matter for the emulation."""
-
     name: str  # as `uname -m` says
     user: int
     programs: Mapping[str, str]  # name -> path of those that are there
     free_bytes: int  # where the root file system would be
 
     @classmethod
-    def here(cls, folder: Path) -> Machine:
-        """`folder` need not be there yet."""
+    def detect(cls, folder: Path) -> Machine:
         while not folder.exists():
             folder = folder.parent
         search = os.pathsep.join((os.environ.get("PATH", ""), *PATHS))
@@ -50,17 +47,7 @@ class Machine:
         return cls(os.uname().machine, os.geteuid(), found, shutil.disk_usage(folder).free)
 
 
-def require(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS) -> None:
-    """Check all requirements, with one error for everything that is missing.
-
-    Args:
-        machine: facts of this machine.
-        made: whether the root file system exists already.
-        programs: required programs -> Debian's packages of them.
-
-    Raises:
-        JobError: something is missing; gives the command that installs it.
-    """
+def require_all(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS) -> None:
     missing = []
     emulated = "qemu-aarch64-static" in programs
     if machine.name == "aarch64" and emulated:
@@ -80,8 +67,8 @@ def require(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what follows in the same good order as Ctrl-C."""
+def interrupt_on_signals() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP as KeyboardInterrupt in the body."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
@@ -92,11 +79,11 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(program: Path) -> Iterator[None]:
-    """One emulation at a time, as they share what the kernel has once. The lock is on a program of theirs.
+def hold_lock(program: Path) -> Iterator[None]:
+    """Hold the machine-wide lock of emulations in the body.
 
     Raises:
-        JobError: another one runs.
+        JobError: If another emulation runs.
     """
     with program.open("rb") as file:
         try:

@@ -1,4 +1,4 @@
-"""Checks of a coordinator's own services: a second root file system, flashed and booted beside the board."""
+"""Checks of a coordinator's services in a second root file system."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedquilt import config
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools.emulate import enclosure
 from fedquilt.tools.emulate.checks import Checks
-from fedquilt.tools.emulate.container import Container, until
-from fedquilt.tools.emulate.journal import reason
-from fedquilt.tools.emulate.site import FILES, HOST, Site, free_ports
+from fedquilt.tools.emulate.container import Container, wait_until
+from fedquilt.tools.emulate.journal import last_message
+from fedquilt.tools.emulate.site import FILES, HOST, Site, find_free_ports
 from fedquilt.tools.flash import own_python
 
 SERVE, ENROL, DASH = "fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-dash.service"
@@ -37,56 +37,56 @@ LINES: Final = 60_000  # log lines that exceed the size limit
 
 
 class Hub:
-    """A coordinator's machine, whose broker, authority and board are the rehearsal's.
+    """Machine of a coordinator. Broker, authority and board are those of the rehearsal.
 
     Args:
-        base: a Debian that was never flashed.
-        job: a prepared job's file in the site's folder.
+        site: The fleet on loopback.
+        base: A Debian root file system without fedquilt.
+        root: Folder for the coordinator's root file system.
+        job: File of a prepared job in the site's folder.
     """
 
     def __init__(self, site: Site, base: Path, root: Path, job: str) -> None:
         self.site, self._base, self.root, self._job = site, base, root, job
-        self._enrolment, self._dash = free_ports(2)
+        self._enrolment, self._dash = find_free_ports(2)
         log = site.folder / "console-hub.log"
-        self.machine = Container(root, None, log, "fedquilt-hub", tuple(enclosure.for_boards(enclosure.HUB)))
+        self.machine = Container(root, None, log, "fedquilt-hub", tuple(enclosure.container_group_files(enclosure.HUB)))
 
-    def check(self, checks: Checks, target: Sequence[str]) -> None:
-        """Check everything. `target`: words of `fedquilt flash` for this kind of machine."""
-        checks.say("flash a coordinator's machine, and boot it beside the board")
+    def run_checks(self, checks: Checks, target: Sequence[str]) -> None:
+        checks.print_line("flash a coordinator's machine, and boot it beside the board")
         try:
             with checks("the coordinator's services come up") as seen:
-                seen.append(self._comes_up(target))
+                seen.append(self._check_start(target))
             if checks.done[-1].how != "ok":
                 return
             with checks("the enrolment service: started once it has its authority, a board enrols") as seen:
-                seen.append(self._enrols())
+                seen.append(self._check_enrolment())
             with checks("a run of one board through the services; the dashboard shows it") as seen:
-                seen.append(self._runs("rehearsal"))
+                seen.append(self._check_run("rehearsal"))
             with checks("kill -9 of the coordinator in the middle of a run: back, and the run goes on") as seen:
-                seen.append(self._killed())
+                seen.append(self._check_kill())
             with checks("backup while it serves, home lost, restored: it goes on") as seen:
-                seen.append(self._restored())
+                seen.append(self._check_restore())
             with checks("logs: in the journal alone, which keeps to its limit") as seen:
-                seen.append(self._logs())
+                seen.append(self._check_logs())
         finally:
-            self.down()
+            self.shut_down()
 
-    def down(self) -> None:
-        """Save the boot's journal, and shut the container down."""
+    def shut_down(self) -> None:
         if self.machine.leader:
-            (self.site.folder / "journal-hub.txt").write_text(self.machine.journal())
+            (self.site.folder / "journal-hub.txt").write_text(self.machine.read_journal())
         self.machine.stop()
 
-    def _comes_up(self, target: Sequence[str]) -> str:
+    def _check_start(self, target: Sequence[str]) -> str:
         self._flash(target)
         began_s = time.monotonic()
         self.machine.boot()
         for unit in (SERVE, DASH):
-            self._until_active(unit)
-        if self.machine.unit(ENROL)["ConditionResult"] != "no":
+            self._wait_until_active(unit)
+        if self.machine.unit_properties(ENROL)["ConditionResult"] != "no":
             raise JobError(f"{ENROL} was started without an authority")
-        self._look("/")
-        users = {unit: self.machine.unit(unit)["User"] for unit in (SERVE, ENROL, DASH)}
+        self._open_page("/")
+        users = {unit: self.machine.unit_properties(unit)["User"] for unit in (SERVE, ENROL, DASH)}
         return f"{', '.join(f'{unit} as {user}' for unit, user in users.items())}; {time.monotonic() - began_s:.0f} s"
 
     def _flash(self, target: Sequence[str]) -> None:
@@ -96,26 +96,22 @@ class Hub:
             "enrol": {"hosts": [HOST], "port": self._enrolment},
             "dash": {"listen": f"{HOST}:{self._dash}", "actions": True},
         }
-        (self.site.folder / "coordinator.toml").write_text(config.text(table))
-        self.site.fedquilt(*("flash", "coordinator.toml", "--role", "coordinator", *target, "--rootfs", str(self.root)))
+        (self.site.folder / "coordinator.toml").write_text(config.format_toml(table))
+        self.site.run_fedquilt(
+            *("flash", "coordinator.toml", "--role", "coordinator", *target, "--rootfs", str(self.root))
+        )
         limits = self.root / "etc/systemd/journald.conf.d/fedquilt.conf"
         limits.parent.mkdir(parents=True, exist_ok=True)
         limits.write_text(JOURNAL)
 
-    def _until_active(self, unit: str) -> None:
-        """Wait until a service runs and has not just been started.
+    def _wait_until_active(self, unit: str) -> None:
+        if not wait_until(lambda: self.machine.unit_properties(unit)["ActiveState"] == "active", UP_S):
+            raise LinkError(f"{unit} does not run; its journal ends: {last_message(self.machine.read_journal(unit))}")
 
-        Raises:
-            LinkError: the service does not run; quotes the end of its journal.
-        """
-        if not until(lambda: self.machine.unit(unit)["ActiveState"] == "active", UP_S):
-            raise LinkError(f"{unit} does not run; its journal ends: {reason(self.machine.journal(unit))}")
-
-    def _look(self, path: str) -> bytes:
-        """Open a page of the dashboard."""
+    def _open_page(self, path: str) -> bytes:
         found: list[tuple[int, bytes]] = []
 
-        def there() -> bool:
+        def is_page_ready() -> bool:
             try:
                 with closing(http.client.HTTPConnection(HOST, self._dash, timeout=10.0)) as link:
                     link.request("GET", path)
@@ -125,23 +121,22 @@ class Hub:
                 return False
             return found[0][0] == 200
 
-        if not until(there, UP_S):
-            said = f"{found[0][0]} {found[0][1][:200]!r}" if found else reason(self.machine.journal(DASH))
+        if not wait_until(is_page_ready, UP_S):
+            said = f"{found[0][0]} {found[0][1][:200]!r}" if found else last_message(self.machine.read_journal(DASH))
             raise LinkError(f"the dashboard's {path} does not come: {said}")
         return found[0][1]
 
     # -- enrolment --
 
-    def _enrols(self) -> str:
-        """Enrol a board as docs/boards.md says: the authority is copied there, and its service started."""
-        self.site.fedquilt("enrol", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
+    def _check_enrolment(self) -> str:
+        self.site.run_fedquilt("enrol", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
         shutil.copytree(self.site.folder / "fedquilt-ca", self.root / "srv/fedquilt-ca")
         self.machine.run(
             *("sh", "-ec"),
             "cp -r /srv/fedquilt-ca/. /var/lib/fedquilt-ca && chown -R fedquilt-ca: /var/lib/fedquilt-ca",
         )
         self.machine.run("systemctl", "start", ENROL)
-        self._until_active(ENROL)
+        self._wait_until_active(ENROL)
         folder = self.site.folder / NEWCOMER
         folder.mkdir()
         own = {name: str(folder / file) for name, file in (("cert", "device.crt"), ("key", "device.key"))}
@@ -151,93 +146,91 @@ class Hub:
             "broker": {"url": self.site.url, "ca": str(self.site.folder / FILES["ca"]), **own},
             "enrol": {"url": f"https://{HOST}:{self._enrolment}", "token": str(self.site.folder / f"{NEWCOMER}.token")},
         }
-        (folder / "agent.toml").write_text(config.text(table))
-        self.site.fedquilt("enrol", "board", str(folder / "agent.toml"))
+        (folder / "agent.toml").write_text(config.format_toml(table))
+        self.site.run_fedquilt("enrol", "board", str(folder / "agent.toml"))
         if not Path(own["cert"]).is_file():
             raise JobError("the board has no certificate")
-        if self.machine.fails(*AS_USER, "cat", "/var/lib/fedquilt-ca/ca.key") is None:
+        if self.machine.error_of(*AS_USER, "cat", "/var/lib/fedquilt-ca/ca.key") is None:
             raise JobError("the coordinator's user may read the authority's key")
         return f"{NEWCOMER} has its certificate; the coordinator's user may not read the authority's key"
 
     # -- runs --
 
-    def _fedquilt(self, *words: str) -> str:
+    def _run_fedquilt(self, *words: str) -> str:
         return self.machine.run(*AS_USER, PROGRAM, *words)
 
-    def _listed(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self._fedquilt("ls", "--home", RUNS, "--format", "json"))
+    def _list_runs(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self._run_fedquilt("ls", "--home", RUNS, "--format", "json"))
         return found
 
-    def _submit(self, name: str, rounds: int = 1) -> None:
-        """Queue a run of the job with another name, without following it."""
+    def _submit_job(self, name: str, rounds: int = 1) -> None:
         folder, prepared = self.root / "srv/jobs", self.site.folder / self._job
         shutil.copytree(prepared.with_suffix(".bundle"), folder / f"{name}.bundle")
-        table = {**config.read(prepared), "name": name, "rounds": rounds}
-        (folder / f"{name}.toml").write_text(config.text(table))
+        table = {**config.read_toml(prepared), "name": name, "rounds": rounds}
+        (folder / f"{name}.toml").write_text(config.format_toml(table))
         self.machine.run("chmod", "-R", "a+rX", "/srv/jobs")
         self.machine.run(
             *("systemd-run", "--quiet", "--collect", "--uid=fedquilt", f"--unit=submit-{name}", PROGRAM),
             *("run", f"/srv/jobs/{name}.toml", "--home", RUNS),
         )
 
-    def _until_done(self, name: str) -> str:
-        """Id of the run with a name, once it is done."""
+    def _wait_until_done(self, name: str) -> str:
         rows: list[dict[str, Any]] = []
 
-        def done() -> bool:
-            rows[:] = [row for row in self._listed() if row["run"].startswith(f"{name}-")]
+        def has_ended() -> bool:
+            rows[:] = [row for row in self._list_runs() if row["run"].startswith(f"{name}-")]
             return bool(rows) and rows[-1]["status"] in ("done", "failed", "stopped")
 
-        if not until(done, RUN_S) or rows[-1]["status"] != "done":
+        if not wait_until(has_ended, RUN_S) or rows[-1]["status"] != "done":
             state = rows[-1]["status"] if rows else "not there"
             raise LinkError(
-                f"the run is {state}; the coordinator's journal ends: {reason(self.machine.journal(SERVE))}"
+                f"the run is {state}; the coordinator's journal ends: {last_message(self.machine.read_journal(SERVE))}"
             )
         return str(rows[-1]["run"])
 
-    def _runs(self, name: str) -> str:
+    def _check_run(self, name: str) -> str:
         began_s = time.monotonic()
-        self._submit(name)
-        run = self._until_done(name)
+        self._submit_job(name)
+        run = self._wait_until_done(name)
         took_s = time.monotonic() - began_s
-        if run.encode() not in self._look(f"/api/runs/{run}"):
+        if run.encode() not in self._open_page(f"/api/runs/{run}"):
             raise JobError(f"the dashboard does not name {run}")
         return f"{run} is done after {took_s:.0f} s, and the dashboard has it"
 
-    def _killed(self) -> str:
-        restarts = int(self.machine.unit(SERVE)["NRestarts"])
-        self._submit("killed", rounds=8)
+    def _check_kill(self) -> str:
+        restarts = int(self.machine.unit_properties(SERVE)["NRestarts"])
+        self._submit_job("killed", rounds=8)
 
-        def begun() -> bool:
-            return any(row["run"].startswith("killed-") and row["status"] == "running" for row in self._listed())
+        def has_begun() -> bool:
+            return any(row["run"].startswith("killed-") and row["status"] == "running" for row in self._list_runs())
 
-        if not until(begun, RUN_S):
-            raise LinkError(f"the run did not begin: {reason(self.machine.journal(SERVE))}")
-        pid, began_s = self.machine.kill(signal.SIGKILL, SERVE), time.monotonic()
-        run = self._until_done("killed")
-        if (times := int(self.machine.unit(SERVE)["NRestarts"]) - restarts) != 1:
+        if not wait_until(has_begun, RUN_S):
+            raise LinkError(f"the run did not begin: {last_message(self.machine.read_journal(SERVE))}")
+        pid, began_s = self.machine.kill_unit(signal.SIGKILL, SERVE), time.monotonic()
+        run = self._wait_until_done("killed")
+        if (times := int(self.machine.unit_properties(SERVE)["NRestarts"]) - restarts) != 1:
             raise JobError(f"systemd has started it anew {times} times, not once")
         return f"process {pid} killed, {run} done {time.monotonic() - began_s:.0f} s later"
 
     # -- a year of it --
 
-    def _restored(self) -> str:
-        before = [(row["run"], row["status"]) for row in self._listed()]
-        said = self._fedquilt("backup", RUNS, f"{STATE}/backup.tar").strip()
+    def _check_restore(self) -> str:
+        before = [(row["run"], row["status"]) for row in self._list_runs()]
+        said = self._run_fedquilt("backup", RUNS, f"{STATE}/backup.tar").strip()
         self.machine.run("systemctl", "stop", SERVE, DASH)
         self.machine.run("rm", "-r", RUNS)
-        self._fedquilt("restore", f"{STATE}/backup.tar", RUNS)
+        self._run_fedquilt("restore", f"{STATE}/backup.tar", RUNS)
         self.machine.run("systemctl", "start", SERVE, DASH)
-        if (now := [(row["run"], row["status"]) for row in self._listed()]) != before:
+        if (now := [(row["run"], row["status"]) for row in self._list_runs()]) != before:
             raise JobError(f"{now} after it, {before} before")
-        return f"{said.partition(': ')[2]}; {self._runs('restored')}"
+        return f"{said.partition(': ')[2]}; {self._check_run('restored')}"
 
-    def _logs(self) -> str:
-        journal = self.machine.journal(SERVE)
+    def _check_logs(self) -> str:
+        journal = self.machine.read_journal(SERVE)
         if "serving" not in journal:
             raise JobError(f"{SERVE} says nothing in its journal")
         token = (self.root / RUNS.lstrip("/") / "dash.token").read_text().strip()
-        if token in self.machine.journal():
+        if token in self.machine.read_journal():
             raise JobError("the dashboard's token is in the journal")
         if files := self.machine.run("find", STATE, "-name", "*.log*").split():
             raise JobError(f"log files of its own: {', '.join(files)}")

@@ -1,4 +1,4 @@
-"""A Jetson's files laid into a root file system and beside it, and what an agent there has to say of its board."""
+"""Files of Jetson boards in a root file system, and the profiles expected from agents there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedquilt.core import OperatingPoint, Profile
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.clocks.helper import clock
+from fedquilt.edge_agent.clocks.helper import read_clock_state
 from fedquilt.profiles.layouts import BOARDS
-from fedquilt.profiles.planted import plant
+from fedquilt.profiles.planted import write_fake_board
 from fedquilt.wire import Telemetry
 
 Layout = tuple[str, int]  # board, JetPack
@@ -28,19 +28,9 @@ KEPT: Final = ("etc/nv_tegra_release", "etc/nvpmodel.conf", "etc/nvpmodel", "var
 SAME: Final = 1e-6  # of readings that went over the wire as numbers
 
 
-def lay(layout: Layout, tree: Path, root: Path) -> Path:
-    """Make a board's files, and copy those on its disk into a root file system.
-
-    Args:
-        layout: of the board.
-        tree: receives the whole board; made anew.
-        root: root file system of the container.
-
-    Returns:
-        Folder for the container's /sys. As on a board, its debugfs is for root alone.
-    """
+def write_layout(layout: Layout, tree: Path, root: Path) -> Path:
     shutil.rmtree(tree, ignore_errors=True)
-    plant(tree, *layout)
+    write_fake_board(tree, *layout)
     shutil.rmtree(tree / "sys/fs", ignore_errors=True)  # control groups are the kernel's own that it runs on
     (tree / "sys/fs/cgroup").mkdir(parents=True)
     (tree / DEBUG).chmod(ROOT_ONLY)
@@ -66,8 +56,6 @@ def _replace(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """Expected profile of a board's agent."""
-
     board: str
     points: tuple[OperatingPoint, ...]
     provenance: str
@@ -81,27 +69,25 @@ class _Root:
     def __init__(self, tree: Path) -> None:
         self._tree = tree
 
-    def status(self) -> Status:
-        found = controls.discover(self._tree)
-        return Status(clocks=tuple(map(clock, found.found)), modes=tuple(mode.name for mode in found.modes))
+    def request_status(self) -> Status:
+        found = controls.discover_controls(self._tree)
+        return Status(clocks=tuple(map(read_clock_state, found.found)), modes=tuple(mode.name for mode in found.modes))
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
         return point
 
-    def release(self) -> None: ...
+    def unpin(self) -> None: ...
 
-    def keepalive(self, now_s: float) -> None: ...
+    def send_keepalive(self, now_s: float) -> None: ...
 
 
-def expected(tree: Path) -> Told:
-    """Board as seen by root, who can read every file of it: an agent must not know less."""
-    device = devices.make("auto", tree, connect=lambda: _Root(tree))
-    reading = device.read(0.0)
+def read_expected_profile(tree: Path) -> Told:
+    device = devices.create_device("auto", tree, connect=lambda: _Root(tree))
+    reading = device.read_sensors(0.0)
     return Told(device.board, tuple(device.points), device.provenance, reading.power_w, reading.temperature_c)
 
 
-def differences(wanted: Told, profile: Profile, telemetry: Telemetry | None) -> list[str]:
-    """In sentences, where an agent says another thing of its board than is true; (): nowhere."""
+def find_differences(wanted: Told, profile: Profile, telemetry: Telemetry | None) -> list[str]:
     found = []
     if profile.board != wanted.board:
         found.append(f"it calls itself {profile.board!r} and is {wanted.board!r}")
@@ -122,11 +108,7 @@ def differences(wanted: Told, profile: Profile, telemetry: Telemetry | None) -> 
     return found
 
 
-def clocks(tree: Path) -> dict[str, str]:
-    """What the files of a board hold that a clock helper writes, by their names.
-
-    Left out is the memory clock's own rate: where it is not locked a kernel changes it, which a made file cannot.
-    """
+def read_clock_files(tree: Path) -> dict[str, str]:
     names = {"scaling_min_freq", "scaling_max_freq", "scaling_governor", "min_freq", "max_freq", "governor"}
     names |= {"emc", "emc_iso_cap", "mrq_rate_locked"}
     found = {}

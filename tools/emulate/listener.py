@@ -1,4 +1,4 @@
-"""Listener to a device's messages at the broker, beside the coordinator."""
+"""Receiver of a device's messages at the broker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from fedquilt.transport.link import Link, Message
 
 @dataclass(frozen=True)
 class Heard:
-    """Latest messages of one device."""
-
     presence: wire.Presence | None = None
     profile: Profile | None = None
     telemetry: wire.Telemetry | None = None
@@ -23,16 +21,15 @@ class Heard:
 
     @property
     def online(self) -> str:
-        """Name of the agent's start that is online; "": the agent is offline."""
         return self.presence.boot if self.presence is not None and self.presence.online else ""
 
-    def after(self, message: Message, device: str) -> Heard:
-        """State after a message; those of other devices and damaged ones change nothing."""
+    def with_message(self, message: Message, device: str) -> Heard:
+        """Return the state after a message. Messages of other devices and invalid ones change nothing."""
         try:
-            route = wire.route(message.topic)
+            route = wire.parse_topic(message.topic)
             if route.device != device or route.direction != "up":
                 return self
-            payload = envelope.inside(message.payload)
+            payload = envelope.payload_without_check(message.payload)
             if route.leaf == "presence":
                 said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun
@@ -49,40 +46,41 @@ class Heard:
 
 
 class Listener:
-    """Client of the broker that receives one device's messages and publishes nothing.
+    """Client of the broker that receives the messages of one device and publishes none.
 
     Args:
-        connect: makes a link to the broker.
+        connect: Function that creates a link to the broker.
     """
 
     def __init__(self, connect: Callable[[], Link], fleet: str, device: str) -> None:
         self._device, self.heard = device, Heard()
-        self._connect, self._topic = connect, wire.Topics(fleet).device(device, "up", "+")
-        self._link: Link | None = self._connected()
+        self._connect, self._topic = connect, wire.Topics(fleet).device_topic(device, "up", "+")
+        self._link: Link | None = self._connect_link()
 
-    def _connected(self) -> Link:
+    def _connect_link(self) -> Link:
         link = self._connect()
         link.subscribe([self._topic])
         return link
 
-    def listen(self, limit_s: float) -> Heard:
-        """State after waiting for messages, for at most that long."""
-        self._link = self._link or self._connected()
+    def receive(self, limit_s: float) -> Heard:
+        self._link = self._link or self._connect_link()
         self._link.wait(limit_s)
         for message in self._link.receive():
-            self.heard = self.heard.after(message, self._device)
+            self.heard = self.heard.with_message(message, self._device)
         return self.heard
 
-    def until(self, true: Callable[[Heard], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Wait for a condition on the messages; returns whether it held in time and while the process lived."""
+    def wait_until(
+        self, true: Callable[[Heard], bool], limit_s: float, alive: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Return whether a condition became true within `limit_s`, while `alive` returned True."""
         end_s = time.monotonic() + limit_s
-        while not true(self.listen(0.2)):
+        while not true(self.receive(0.2)):
             if time.monotonic() >= end_s or not alive():
                 return False
         return True
 
     def close(self) -> None:
-        """Close the link until the next `listen`: a broker disconnects clients that are silent for long."""
+        # the broker disconnects clients that are silent for long, so `receive` connects again
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -1,4 +1,4 @@
-"""`fedquilt emulate --systemd`: a flashed board's first day, on this machine and under its systemd.
+"""Rehearsal of a flashed board's first day under systemd (`fedquilt emulate --systemd`).
 
 A Debian for this machine's architecture in a folder; `fedquilt flash` puts an agent into it, and systemd-nspawn boots
 it with systemd as its first process and a Jetson's files as its /sys. The agent runs by its own units, as its own
@@ -26,12 +26,7 @@ from fedquilt.tools.emulate.rehearsed import FIRST, MADE, Rehearsal, base_folder
 from fedquilt.tools.flash import own_python
 
 
-def chosen(named: Sequence[str]) -> list[Layout]:
-    """Boards by name, or all: "jetson-tx2" with each JetPack that runs on it, "jetson-orin-nx:6" with that one.
-
-    Raises:
-        JobError: no such board.
-    """
+def select_layouts(named: Sequence[str]) -> list[Layout]:
     if not named:
         return [FIRST, *(layout for layout in layouts.EVERY if layout != FIRST)]
     found: list[Layout] = []
@@ -45,43 +40,22 @@ def chosen(named: Sequence[str]) -> list[Layout]:
     return found
 
 
-def required(out: Path) -> host.Machine:
-    """Look at this machine; returned where it has everything that a rehearsal needs.
-
-    Args:
-        out: for the base system and the rehearsals; need not be there yet.
-
-    Raises:
-        JobError: something is missing; says what, and the command that mends it.
-    """
-    here = host.Machine.here(out)
-    host.require(here, base_folder(out.resolve()).exists(), host.BOOTED)
+def check_machine(out: Path) -> host.Machine:
+    here = host.Machine.detect(out)
+    host.require_all(here, base_folder(out.resolve()).exists(), host.BOOTED)
     return here
 
 
-def enclosed(out: Path, mirror: str | None, boards: Sequence[str], format: str) -> int:
-    """Run the rehearsal in an enclosure that nothing of it outlives (`enclosure`). See `main`; also its exit code."""
-    here = required(out)
+def rehearse_enclosed(out: Path, mirror: str | None, boards: Sequence[str], format: str) -> int:
+    here = check_machine(out)
     words = [sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd", "--enclosed", "--out", str(out)]
     words += [] if mirror is None else ["--mirror", mirror]
     words += ["--boards", *boards] if boards else []
-    with host.alone(Path(here.programs["systemd-nspawn"])):
-        return enclosure.run([*words, "--format", format])
+    with host.hold_lock(Path(here.programs["systemd-nspawn"])):
+        return enclosure.run_enclosed([*words, "--format", format])
 
 
 def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -> int:
-    """Rehearse, in an enclosure; 0 when every check held, else 1.
-
-    Args:
-        out: folder of the base system, which a later call reuses, and of each rehearsal.
-        mirror: of Debian; None: the one that apt uses here.
-        boards: boards to boot; everything else is tried on the first of them.
-        format: "text", or "json" for the result as one line.
-
-    Raises:
-        JobError: a requirement is missing here; a step before the first check failed.
-        StoreError: the folder cannot be used.
-    """
     out = out.resolve()
     folder = out / time.strftime("rehearsal-%Y%m%d-%H%M%S")
     with doing(f"make {folder}"):
@@ -91,14 +65,18 @@ def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -
         folder.mkdir(parents=True)
     checks = Checks(quiet=format == "json")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(host.interruptible())
+        stack.enter_context(host.interrupt_on_signals())
         own_python.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
         rehearsal = Rehearsal(folder, checks, stack)
-        stack.callback(rehearsal.clean)
-        rehearsal.prepare(out, mirror)
-        rehearsal.whole(boards[0])
+        stack.callback(rehearsal.clean_up)
+        rehearsal.prepare_fleet(out, mirror)
+        rehearsal.check_board(boards[0])
         for layout in boards[1:]:
-            rehearsal.comes_up(layout)
-    (folder / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks.table())))
-    print(msgspec.json.encode(checks.table()).decode() if format == "json" else "\n".join(checks.lines(str(folder))))
-    return 0 if checks.held else 1
+            rehearsal.check_start(layout)
+    (folder / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks.to_report())))
+    print(
+        msgspec.json.encode(checks.to_report()).decode()
+        if format == "json"
+        else "\n".join(checks.format_summary(str(folder)))
+    )
+    return 0 if checks.all_passed else 1

@@ -1,4 +1,4 @@
-"""Rollouts to a board that is emulated or rehearsed, by the commands of an operator, beside a coordinator."""
+"""Rollouts to an emulated or rehearsed board by the commands of an operator."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 from fedquilt.tools import demo
-from fedquilt.tools.emulate.container import until
-from fedquilt.tools.emulate.site import STOP_S, Site, last, stop
+from fedquilt.tools.emulate.container import wait_until
+from fedquilt.tools.emulate.site import STOP_S, Site, last, stop_process
 
 HOME: Final = "releases"  # the coordinator's home in the site's folder
 PHASED: Final = ("--canary", "50", "--phases", "100", "--soak", "2s")
 BEGIN_S: Final = 60.0
 
 
-def job(name: str, **more: Any) -> dict[str, Any]:
-    """A small job on the demo's digits, as a table."""
+def job_table(name: str, **more: Any) -> dict[str, Any]:
     return {
         "name": name,
         "method": "fedavg",
@@ -37,65 +36,57 @@ def job(name: str, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Rollouts:
-    """A coordinator of its own for one board.
-
-    Args:
-        reason: the last message of the board's agent.
-        limit_s: most that a rollout may take.
-    """
-
     site: Site
     device: str
     reason: Callable[[], str]
     limit_s: float = 300.0
 
     @contextlib.contextmanager
-    def served(self) -> Iterator[None]:
-        """Run the coordinator for the duration of the body."""
+    def run_coordinator(self) -> Iterator[None]:
         log = self.site.folder / "serve.log"
-        words = self.site.words("serve", *self.site.coordinator(HOME))
+        words = self.site.fedquilt_command("serve", *self.site.coordinator_options(HOME))
         with log.open("ab") as out:
             process = subprocess.Popen(
                 words, cwd=self.site.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         try:
-            if not until((self.site.folder / HOME / "fedquilt.db").exists, BEGIN_S, lambda: process.poll() is None):
+            if not wait_until(
+                (self.site.folder / HOME / "fedquilt.db").exists, BEGIN_S, lambda: process.poll() is None
+            ):
                 raise JobError(f"the coordinator does not come up: {last(log)} ({log})")
             yield
         finally:
-            stop(process, STOP_S)
+            stop_process(process, STOP_S)
 
-    def trained(self, table: dict[str, Any]) -> None:
-        """Carry out a job of `job`."""
+    def train_model(self, table: dict[str, Any]) -> None:
         path = f"{table['name']}.toml"
-        (self.site.folder / path).write_text(config.text(table))
-        self.site.fedquilt("prepare", path)
-        self.site.fedquilt("run", path, "--home", HOME)
+        (self.site.folder / path).write_text(config.format_toml(table))
+        self.site.run_fedquilt("prepare", path)
+        self.site.run_fedquilt("run", path, "--home", HOME)
 
-    def brought(self, *words: str) -> Rollout:
-        """Carry out a rollout that the board commits."""
-        return self._until("done", "committed", *words, *PHASED)
+    def deploy_committed(self, *words: str) -> Rollout:
+        return self._run_rollout("done", "committed", *words, *PHASED)
 
-    def refused(self, *words: str) -> Rollout:
-        """Carry out a rollout that the board refuses."""
-        return self._until("aborted", "refused", *words, *PHASED)
+    def deploy_refused(self, *words: str) -> Rollout:
+        return self._run_rollout("aborted", "refused", *words, *PHASED)
 
-    def taken_back(self, *words: str) -> Rollout:
-        """Take the latest rollout back: the board returns to its earlier release."""
-        return self._until("rolled back", "returned", *words)
+    def roll_back(self, *words: str) -> Rollout:
+        return self._run_rollout("rolled back", "returned", *words)
 
-    def _until(self, status: str, phase: str, *words: str) -> Rollout:
-        self.site.fedquilt(*words, "--home", HOME)
+    def _run_rollout(self, status: str, phase: str, *words: str) -> Rollout:
+        self.site.run_fedquilt(*words, "--home", HOME)
         kind = "agent" if words[0] == "upgrade" else "model"
         found: list[Rollout] = []
 
-        def there() -> bool:
+        def is_reached() -> bool:
             with Store(self.site.folder / HOME) as store:
-                found[:] = [kept.state for kept in store.rollouts.all() if kept.state.plan.kind == kind]
+                found[:] = [kept.state for kept in store.rollouts.readable_rollouts() if kept.state.plan.kind == kind]
             heard = found[-1].heard.get(self.device)
             return found[-1].status == status and heard is not None and heard.phase == phase
 
-        if not until(there, self.limit_s, lambda: not found or found[-1].status in ("queued", "running", status)):
+        if not wait_until(
+            is_reached, self.limit_s, lambda: not found or found[-1].status in ("queued", "running", status)
+        ):
             heard = found[-1].heard.get(self.device) if found else None
             told = f"{heard.phase}: {heard.reason}" if heard else "nothing"
             raise JobError(

@@ -1,4 +1,4 @@
-"""A fleet of its own on loopback, made with the commands that an operator types."""
+"""Fleet on loopback, made with the commands of an operator."""
 
 from __future__ import annotations
 
@@ -28,63 +28,49 @@ WATCHING: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "watcher.crt", "key": "wa
 
 @dataclass(frozen=True)
 class Site:
-    """A folder with the authority, the broker's files, the board's and the job's; and two ports."""
-
     folder: Path
     broker: int
     endpoint: int
 
     @property
     def url(self) -> str:
-        """URL of the broker."""
         return f"mqtts://{HOST}:{self.broker}"
 
     @property
     def log(self) -> Path:
-        """Path of the site's log."""
         return self.folder / "log.txt"
 
-    def fedquilt(self, *words: str) -> None:
-        """Run a `fedquilt` command in the site's folder; its output goes to the log.
-
-        Raises:
-            JobError: the command fails; quotes the end of its output.
-        """
+    def run_fedquilt(self, *words: str) -> None:
         with self.log.open("a") as log:
             log.write(f"$ fedquilt {' '.join(words)}\n")
             log.flush()
-            done = subprocess.run(self.words(*words), cwd=self.folder, stdout=log, stderr=log, check=False)
+            done = subprocess.run(self.fedquilt_command(*words), cwd=self.folder, stdout=log, stderr=log, check=False)
         if done.returncode:
             raise JobError(f"fedquilt {' '.join(words[:3])} ended with {done.returncode}: {last(self.log)}")
 
-    def words(self, *words: str) -> list[str]:
-        """Command line of the `fedquilt` command with these words."""
+    def fedquilt_command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "fedquilt.cli", *words]
 
-    def coordinator(self, home: str = "runs") -> list[str]:
-        """Options of a coordinator's command for the broker."""
+    def coordinator_options(self, home: str = "runs") -> list[str]:
         files = [word for name, path in FILES.items() for word in (f"--{name}", path)]
         return ["--home", home, "--broker", self.url, *files]
 
-    def found(self, device: str) -> None:
-        """Make an authority, files of broker, coordinator and observer, and a token for the board."""
-        self.fedquilt("ca", "init")
-        self.fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
-        self.fedquilt(
+    def create_fleet(self, device: str) -> None:
+        self.run_fedquilt("ca", "init")
+        self.run_fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
+        self.run_fedquilt(
             *("broker", "config", "--for", "mosquitto", "--host", HOST, "--listen", str(self.broker)),
             *("--out", "broker", "--installed", str((self.folder / "broker").resolve())),
         )
-        self.fedquilt("ca", "issue", "coordinator")
-        self.fedquilt("enrol", "token", device, "--out", f"{device}.token")
+        self.run_fedquilt("ca", "issue", "coordinator")
+        self.run_fedquilt("enrol", "token", device, "--out", f"{device}.token")
 
-    def listener(self, device: str) -> Listener:
-        """Listener to a device's messages at the broker; the caller closes it."""
+    def create_listener(self, device: str) -> Listener:
         files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
-        broker = Broker.parse(self.url, **files)
+        broker = Broker.from_url(self.url, **files)
         return Listener(lambda: MqttLink(broker, "fedquilt-emulate"), "fleet", device)
 
-    def board(self, device: str, budget: str, data: Mapping[str, object]) -> dict[str, object]:
-        """Table of the board's agent.toml."""
+    def agent_table(self, device: str, budget: str, data: Mapping[str, object]) -> dict[str, object]:
         return {
             "device": device,
             "home": "/var/lib/fedquilt",
@@ -94,8 +80,8 @@ class Site:
             "data": dict(data),
         }
 
-    def mosquitto(self) -> list[str]:
-        """Command of the broker with the written configuration, but on loopback and as this user."""
+    def write_broker_config(self) -> list[str]:
+        """Write the broker's configuration for loopback and the current user. Return the command."""
         written = (self.folder / "broker" / "fedquilt.conf").read_text().splitlines()
         lines = [f"{line} {HOST}" if line.startswith("listener ") else line for line in written]
         # a broker started by root becomes the user "mosquitto", who may not read the folder
@@ -104,13 +90,11 @@ class Site:
         path.write_text("\n".join(lines) + "\n")
         return ["mosquitto", "-c", str(path)]
 
-    def enrolment(self) -> list[str]:
-        """Command line of the enrolment endpoint."""
-        return self.words("enrol", "serve", "--listen", HOST, "--host", HOST, "--port", str(self.endpoint))
+    def enrolment_command(self) -> list[str]:
+        return self.fedquilt_command("enrol", "serve", "--listen", HOST, "--host", HOST, "--port", str(self.endpoint))
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
+def find_free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -119,34 +103,29 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(words: Sequence[str], folder: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server that listens on a port of loopback for the duration of the body.
-
-    Raises:
-        LinkError: the server does not listen; quotes the end of its output.
-    """
+def run_server(words: Sequence[str], folder: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as out:
         process = subprocess.Popen(
             words, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     try:
         end_s = time.monotonic() + START_S
-        while not _answers(port):
+        while not _is_listening(port):
             if process.poll() is not None or time.monotonic() > end_s:
                 raise LinkError(f"{' '.join(words[:3])} does not listen on {HOST}:{port}: {last(log)} ({log})")
             time.sleep(0.05)
         yield process
     finally:
-        stop(process, STOP_S)
+        stop_process(process, STOP_S)
 
 
-def _answers(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def stop(process: subprocess.Popen[bytes], limit_s: float) -> int:
-    """End a process and its group, gently first; its exit code."""
+def stop_process(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    """Stop a process group with SIGTERM, then SIGKILL. Return the exit code."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""A service of a flashed root file system, started as its own unit says, where no systemd runs.
+"""Services of a flashed root file system, started from their units without systemd.
 
 What is taken from the unit: its conditions on paths, command, user, folders, environment, umask and
 credentials (systemd.service(5), systemd.exec(5)). Not its limits and its sandbox, which only systemd sets up.
@@ -54,11 +54,6 @@ class Service:
 
 
 def parse(name: str, text: str) -> Service:
-    """A unit's service.
-
-    Raises:
-        JobError: it has no command.
-    """
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -84,11 +79,6 @@ def parse(name: str, text: str) -> Service:
 
 
 def read(guest: Guest, name: str) -> Service:
-    """A service of a root file system, by its name without ".service".
-
-    Raises:
-        JobError: there is none.
-    """
     path = guest.root / UNITS / f"{name}.service"
     try:
         return parse(name, path.read_text(encoding="utf-8"))
@@ -97,15 +87,10 @@ def read(guest: Guest, name: str) -> Service:
 
 
 def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = None) -> subprocess.Popen[bytes]:
-    """Start it, in a group of its own.
-
-    Raises:
-        JobError: a condition is not met; its user is not there.
-    """
     for path in service.wanted:
         if (guest.root / path.lstrip("!/")).exists() is path.startswith("!"):
             raise JobError(f"{service.name} would not start: {path} {'is' if path.startswith('!') else 'is not'} there")
-    user, group = (0, 0) if service.user == "root" else guest.ids(service.user)
+    user, group = (0, 0) if service.user == "root" else guest.read_ids(service.user)
     environment = {**ENVIRONMENT, **service.environment}
     for name in (service.state or "").split():
         state = guest.root / "var/lib" / name
@@ -117,7 +102,7 @@ def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = N
     if notify is not None:
         environment["NOTIFY_SOCKET"] = notify
     return subprocess.Popen(
-        guest.words(service.words, user, group, service.folder),
+        guest.command_inside(service.words, user, group, service.folder),
         env=environment,
         umask=service.umask,
         stdin=subprocess.DEVNULL,
@@ -159,7 +144,6 @@ class Notices:
         self.said: dict[str, str] = {}  # READY, STATUS, ... as last told
 
     def wait(self, until: Callable[[Mapping[str, str]], bool], limit_s: float, alive: Callable[[], bool]) -> bool:
-        """Whether what is told came to that, in time and while somebody was alive to tell."""
         end_s = time.monotonic() + limit_s
         while not until(self.said):
             left_s = end_s - time.monotonic()

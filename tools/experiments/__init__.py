@@ -1,1 +1,1 @@
-"""Experiments: runs, comparisons, evaluations and the papers' tables."""
+"""Runs, comparisons and evaluations of methods, and the tables of papers."""

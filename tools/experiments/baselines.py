@@ -1,8 +1,8 @@
-"""What must stand beside every accuracy of a stitched network: its donors, and one device alone.
+"""Baselines of a stitched network: its donors, and networks of single devices.
 
-A donor is there unmodified, with a new head, and stitched to itself. The last two can be played by the
-method's own halves along a path that is given: nothing is searched, and who is asked, what is sent and
-what is solved from it are as in a search.
+A donor is evaluated unmodified, with a new head, and stitched to itself. In the last two cases the client and server
+code of the method follows a fixed path: nothing is searched, but selection, messages and solutions are as in a
+search.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedquilt.models.stitching.search_state import Net, Params, State
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
 
 BATCH = 64
@@ -35,40 +35,46 @@ MOST_ROUNDS = 1000  # of a search that is compared with: all end before by thems
 
 @dataclass(frozen=True)
 class Result:
-    """One network's accuracy on examples that nobody fitted anything to; 0 to 1."""
-
     name: str
     accuracy: float
     note: str = ""
 
 
 class Bench:
-    """Donors, an engine and the two sets of examples: all that a baseline needs."""
+    """Pooled examples and an engine on which baselines are computed.
+
+    Args:
+        bundle: Bundle of the job.
+        path: Function that returns the file of a graph.
+        engine: Engine that runs the graphs.
+        train: Pooled examples of all devices.
+        test: Examples of no device.
+    """
 
     def __init__(
         self, bundle: Bundle, path: Callable[[str], Path], engine: Runner, train: Examples, test: Examples
     ) -> None:
-        """`train`: the devices' own examples, pooled; `test`: examples of no device."""
         self.bundle, self.path, self.engine = bundle, path, engine
         self.train, self.test = train, test
-        self.stock = stitched.stock(bundle.meta)
+        self.stock = stitched.load_donor_pool(bundle.meta)
 
-    def _run(self, block: Block, x: np.ndarray) -> np.ndarray:
+    def _run_block(self, block: Block, x: np.ndarray) -> np.ndarray:
         return stitched.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
 
-    def _plain(self, path: list[Block], x: np.ndarray) -> np.ndarray:
-        """The output of a donor's own blocks."""
-        return stitched.forward(path, [None] * len(path), self._run, x)
+    def _run_path(self, path: list[Block], x: np.ndarray) -> np.ndarray:
+        return stitched.run_path(path, [None] * len(path), self._run_block, x)
 
-    def _batched(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def _run_in_batches(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         starts = range(0, len(examples), BATCH)
-        return np.concatenate([function(inputs.prepare(examples.x[s : s + BATCH], self.stock.input)) for s in starts])
+        return np.concatenate(
+            [function(inputs.prepare_inputs(examples.x[s : s + BATCH], self.stock.input)) for s in starts]
+        )
 
-    def _accuracy(self, scores: np.ndarray) -> float:
+    def _score_accuracy(self, scores: np.ndarray) -> float:
         return float((scores.argmax(axis=1) == self.test.y).mean())
 
-    def unmodified(self) -> list[Result]:
-        """Each donor as it is, its classes read as our labels."""
+    def evaluate_unmodified(self) -> list[Result]:
+        """Evaluate all unmodified donors whose classes are aligned with the labels."""
         found = []
         for name, donor in self.stock.donors.items():
             if donor.align is None:
@@ -76,120 +82,127 @@ class Bench:
             path = [self.stock.blocks[block] for block in donor.blocks]
 
             def logits_of(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
-                return self._plain(path, x)
+                return self._run_path(path, x)
 
-            logits = self._batched(self.test, logits_of)
-            found.append(Result(name, self._accuracy(stitched.align(logits, donor.align))))
+            logits = self._run_in_batches(self.test, logits_of)
+            found.append(Result(name, self._score_accuracy(stitched.align_logits(logits, donor.align))))
         return found
 
-    def heads(self) -> list[Result]:
-        """Each donor's body with a new head, solved as FedStitch solves them from the sums of all devices."""
+    def evaluate_new_heads(self) -> list[Result]:
+        """Evaluate each donor's body with a new head, solved by FedStitch from the pooled examples."""
         found = []
         for name, donor in self.stock.donors.items():
             path = [self.stock.blocks[block] for block in donor.blocks[:-1]]
 
             def features(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
-                return stitched.gap(self._plain(path, x))
+                return stitched.global_average_pool(self._run_path(path, x))
 
-            own = class_moments.part(self._batched(self.train, features), self.train.y, len(self.stock.labels))
-            given = joint_head.standardised(class_moments.merge([], [own]))
-            head = joint_head.discriminant(given, joint_head.strength(given).ridge)
-            found.append(Result(name, self._accuracy(self._batched(self.test, features) @ head.weights.T + head.bias)))
+            own = class_moments.device_moments(
+                self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
+            )
+            given = joint_head.standardise(class_moments.merge_moments([], [own]))
+            head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
+            found.append(
+                Result(
+                    name, self._score_accuracy(self._run_in_batches(self.test, features) @ head.weights.T + head.bias)
+                )
+            )
         return found
 
-    def stitched_to_themselves(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
-        """Each donor's blocks in order with a junction at every boundary, as if the next block were a stranger's.
-
-        What accuracy the junctions cost where there is nothing to be gained.
+    def evaluate_self_stitched(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
+        """Evaluate each donor with a junction between all its blocks, to measure the cost of junctions.
 
         Args:
-            job: a search, of which parameters, seed and cohorts count; no device is short of memory.
-            folder: the job's bundle.
-            members: devices with their examples.
+            job: Search job. Its parameters, seed and cohorts are used, with unlimited memory.
+            folder: Bundle of the job.
+            members: Devices with their examples.
 
         Raises:
-            JobError: a run has failed; says why. So does the method below.
+            JobError: If a run has failed.
         """
         found = []
         for name in self.stock.donors:
-            both, path = mirrored(self.bundle, name)
+            both, path = add_twin_donor(self.bundle, name)
             bench = Bench(both, self.path, self.engine, self.train, self.test)
-            led = self._along(beside_itself(name, path), path, job, folder, members)
-            found.append(Result(name, bench.accuracy_of(led)))
+            led = self._stitch_along_path(make_twin_path_method(name, path), path, job, folder, members)
+            found.append(Result(name, bench.compute_accuracy(led)))
         return found
 
-    def _along(self, led: Method, path: Sequence[str], job: Job, folder: Path, members: Sequence[Member]) -> Any:
-        """The artefact of a search that a method leads along a path."""
-        params = replace(settings.params(job), mode="default", head="ridge", depth=len(path) + 1)
+    def _stitch_along_path(
+        self, led: Method, path: Sequence[str], job: Job, folder: Path, members: Sequence[Member]
+    ) -> Any:
+        params = replace(settings.parse_params(job), mode="default", head="ridge", depth=len(path) + 1)
         params = replace(params, max_upsampling=sys.float_info.max)
         params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
         wanted = msgspec.structs.replace(job, params=asdict(params))
-        return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
+        return fedstitch.result(run_to_last_state(wanted, folder, members, led, self.engine))
 
-    def alone(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
-        """Networks that some devices stitch from their own examples only; arguments as of `stitched_to_themselves`."""
+    def evaluate_single_devices(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
+        """Evaluate networks that single devices stitch from their own examples.
+
+        Args and Raises are those of `evaluate_self_stitched`.
+        """
         single = msgspec.structs.replace(job, cohort=Cohort())
         found = []
         for member in members:
-            state = last_of(single, folder, [member], fedstitch.METHOD, self.engine)
-            found.append(Result(member.device, self.accuracy_of(fedstitch.result(state))))
+            state = run_to_last_state(single, folder, [member], fedstitch.METHOD, self.engine)
+            found.append(Result(member.device, self.compute_accuracy(fedstitch.result(state))))
         return found
 
-    def accuracy_of(self, artefact: Any) -> float:
-        """A stitched network's accuracy, by the agents' own forward pass."""
+    def compute_accuracy(self, artefact: Any) -> float:
+        """Return the accuracy of a stitched network, with the forward pass of the agents."""
         network = stitched.from_artefact(artefact.meta, artefact.tensors)
-        return self._accuracy(
-            self._batched(self.test, lambda x: stitched.classify(network, self.stock.blocks, self._run, x))
+        return self._score_accuracy(
+            self._run_in_batches(self.test, lambda x: stitched.classify(network, self.stock.blocks, self._run_block, x))
         )
 
 
-def last_of(job: Job, folder: Path, members: Iterable[Member], method: Method, engine: Any) -> Any:
-    """The last state of a search that goes on until it is over, on devices with room for everything.
+def run_to_last_state(job: Job, folder: Path, members: Iterable[Member], method: Method, engine: Any) -> Any:
+    """Run a search on devices with unlimited memory until its end, and return the last method state.
 
     Raises:
-        JobError: the run has failed; says why.
+        JobError: If the run has failed.
     """
     whole = msgspec.structs.replace(job, rounds=MOST_ROUNDS, fleet=ROOM)
-    *_, last = states(whole, folder, members, load=lambda name: method, engine=engine)
+    *_, last = iterate_states(whole, folder, members, load=lambda name: method, engine=engine)
     return last
 
 
-def pooled(members: Sequence[Member]) -> Examples:
-    """Training examples of all devices together."""
+def pool_examples(members: Sequence[Member]) -> Examples:
     return Examples(
         np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
     )
 
 
-def along(path: Sequence[str]) -> Method:
-    """FedStitch without a search: the junctions of one path are solved block by block, then its head alone."""
+def make_path_method(path: Sequence[str]) -> Method:
+    """Return FedStitch without a search: it solves the junctions of one path, then its head."""
 
-    def forced(state: State) -> State:
+    def force_path(state: State) -> State:
         while state.phase == "score":
             assert state.current is not None
             winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
             state = replace(state, winners=(winner,))
-            if search.projected(state):
+            if search.junction_winners(state):
                 return replace(state, phase="fit")
-            state = search.grow(state, {})
+            state = search.grow_paths(state, {})
         return state
 
     def init(bundle: Bundle, params: Params, seed: int) -> State:
         start = Net(tuple(path[:1]), tuple(path[1:]), 1.0)
         alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
-        return forced(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
+        return force_path(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
 
-    return replace(fedstitch.METHOD, init=init, step=lambda state, total: forced(fedstitch.step(state, total)))
-
-
-def beside_itself(donor: str, path: Sequence[str]) -> Method:
-    """FedStitch without a search along a path of `mirrored`, on the bundle of which that is made."""
-    led = along(path)
-    return replace(led, init=lambda bundle, params, seed: led.init(mirrored(bundle, donor)[0], params, seed))
+    return replace(fedstitch.METHOD, init=init, step=lambda state, total: force_path(fedstitch.step(state, total)))
 
 
-def mirrored(bundle: Bundle, donor: str) -> tuple[Bundle, list[str]]:
-    """A bundle of one of its donors and a twin of it, whose blocks are the same files; a path that alternates."""
+def make_twin_path_method(donor: str, path: Sequence[str]) -> Method:
+    """Return FedStitch without a search, along a path of `add_twin_donor`, for the original bundle."""
+    led = make_path_method(path)
+    return replace(led, init=lambda bundle, params, seed: led.init(add_twin_donor(bundle, donor)[0], params, seed))
+
+
+def add_twin_donor(bundle: Bundle, donor: str) -> tuple[Bundle, list[str]]:
+    """Return a bundle with one donor and an identical twin, and the path that alternates between them."""
     own, known, twin = bundle.meta["donors"][donor], bundle.meta["blocks"], f"{donor}'s twin"
     blocks = {name: known[name] for name in own["blocks"]}
     copies = {f"{twin}.{block['index']}": {**block, "donor": twin} for block in blocks.values()}

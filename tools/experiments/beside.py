@@ -1,4 +1,4 @@
-"""Evaluations beside the rounds of a simulated run: of its global model, at no cost to any device."""
+"""Evaluation of the global model of a simulated run, outside of its rounds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import progress
 from fedquilt.coordinator.views.scores import Held, Score
 from fedquilt.core import Examples
-from fedquilt.tools.experiments.evaluate import Evaluator, score_of
+from fedquilt.tools.experiments.evaluate import Evaluator, score_from_sums
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Results of an evaluation; None: there was nothing to evaluate on."""
+    """Results of one evaluation, None where examples are missing."""
 
     test: Score | None  # on the examples that no device has
     held: Held | None  # on the devices' held-out shares
@@ -26,11 +26,12 @@ class Verdict:
 
 
 class Judge:
-    """Evaluates the global model of one run on the test set and on held-out shares. Close it after use.
+    """Evaluator of one run's global model on the test set and on held-out shares. Close after use.
 
     Args:
-        folder: the job's bundle.
-        test: examples that no device has; None: there are none.
+        job: The job.
+        folder: Bundle of the job.
+        test: Test set, or None for none.
     """
 
     def __init__(self, job: Job, folder: Path, test: Examples | None) -> None:
@@ -45,26 +46,26 @@ class Judge:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def look(self, simulation: Simulation, hands: Hands, *, shares: bool) -> Verdict:
-        """Evaluate the simulation's present state.
+    def evaluate(self, simulation: Simulation, hands: Hands, *, shares: bool) -> Verdict:
+        """Evaluate the current state of a simulation.
 
         Args:
-            simulation: at the end of a round.
-            hands: carry out the evaluation.
-            shares: evaluate on the devices' held-out shares too.
+            simulation: Simulation at the end of a round.
+            hands: Backend that runs the evaluation.
+            shares: Evaluate on the held-out shares of the devices too.
 
         Raises:
-            FedquiltError: an evaluation failed.
+            FedquiltError: If an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        own = progress.of_devices(evaluation.add_evaluations(told.values()), told)
-        held = None if own is None else Held.of(simulation.done, own)
-        return Verdict(self._score(simulation, hands), held, {} if own is None else own.devices)
+        own = progress.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
+        held = None if own is None else Held.from_summary(simulation.completed_rounds, own)
+        return Verdict(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 
-    def _score(self, simulation: Simulation, hands: Hands) -> Score | None:
+    def _score_test_set(self, simulation: Simulation, hands: Hands) -> Score | None:
         if self._test is None:
             return None
-        done, state = simulation.done, simulation.state_digest
+        done, state = simulation.completed_rounds, simulation.state_digest
         if self._evaluator is not None:
             return self._evaluator.score(simulation.state, done, state)
-        return score_of(hands.test(simulation), done, state)
+        return score_from_sums(hands.evaluate_test_set(simulation), done, state)

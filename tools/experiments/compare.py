@@ -1,8 +1,7 @@
-"""`fedquilt compare`: several methods on one simulated fleet with several seeds, beside each other.
+"""Comparison of several methods on one simulated fleet with several seeds.
 
-A seed draws the partition, the cohorts and the order of examples, the same for every method; all begin with the
-bundle's weights. Runs go through the coordinator's own rounds on simulated boards. Seconds and joules
-are those of the simulated boards, by their profiles. Finished runs are kept in a folder and are not repeated.
+A seed determines the partition, the cohorts and the order of examples, the same for all methods. All runs start with
+the weights of the bundle. Seconds and joules are those of the simulated boards. Finished runs are cached in a folder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 
 from fedquilt import bundle, config, methods, metrics, progress, units
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.preflight import require_made_for
+from fedquilt.coordinator.preflight import require_matching_bundle
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError, JobError
@@ -25,33 +24,28 @@ from fedquilt.data import fitting
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import parallel, run_cache
 from fedquilt.tools.experiments.run_cache import Kept
-from fedquilt.tools.experiments.single_run import FORMAT, Run, play
+from fedquilt.tools.experiments.single_run import FORMAT, Run, run_seed
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One run to be made: its job as JSON, exactly."""
-
     job: bytes
     folder: str  # of the bundle
     how: bytes = b""  # what the player does besides, as JSON; empty: it plays the job as it is
     label: str = ""  # what the run is called; empty: by its method
 
     @property
-    def key(self) -> str:
-        """Inputs that the run depends on."""
-        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job), *filter(None, [self.how]))
-        return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
+    def cache_key(self) -> str:
+        parts = (str(FORMAT).encode(), self.job, run_cache.list_plugin_versions(self.job), *filter(None, [self.how]))
+        return run_cache.make_key(*parts, bundle=Path(self.folder), data=run_cache.list_data_paths(self.job))
 
     @property
     def name(self) -> str:
-        """What the run is called in progress lines and errors."""
         job = self.settings
         return f"{self.label or job.method}, seed {job.seed}"
 
     @property
     def settings(self) -> Job:
-        """Settings of the case's job."""
-        return jobs.parse(msgspec.json.decode(self.job))
+        return jobs.parse_job(msgspec.json.decode(self.job))
 
 
 Tell = Callable[[int], None]  # hears how many rounds are done
@@ -61,7 +55,7 @@ Player = Callable[[Case, Tell], Run]
 # -- what is to be run ----------------------------------------------------------------------------
 
 
-def cases(
+def make_cases(
     job: Job,
     folder: Path,
     names: Sequence[str] = (),
@@ -70,22 +64,24 @@ def cases(
     rounds: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Case]:
-    """Make one case for each seed and method, seed by seed, so that an interrupted comparison has whole rows.
+    """Return one case per seed and method, in the order of seeds.
+
+    An interrupted comparison is thus complete for its first seeds.
 
     Args:
-        job: with data and a fleet.
-        folder: its bundle.
-        names: methods; (): the job's own and those of its [compare] tables.
-        seeds: of the runs.
-        rounds: of every run; None: the job's.
-        changes: method -> parameters, over the job's [params] and [compare.METHOD].
+        job: Job with data and a fleet.
+        folder: Bundle of the job.
+        names: Methods, or () for the job's method and those of its [compare] tables.
+        seeds: Seeds of the runs.
+        rounds: Number of rounds, or None for the job's.
+        changes: Parameters by method, which override [params] and [compare.METHOD].
 
     Raises:
-        JobError: an unknown method or parameter, no [data], or no bundle or another job's; says what there is.
-        DataError: the data cannot be read, or the network cannot take them.
+        JobError: If a method or parameter is unknown, there is no [data], or the bundle is missing or of another job.
+        DataError: If the data cannot be read, or does not fit the network.
     """
-    made = bundle.load(folder)
-    require_made_for(job, made)
+    made = bundle.load_bundle(folder)
+    require_matching_bundle(job, made)
     if not job.data:
         raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices")
     chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
@@ -94,9 +90,9 @@ def cases(
         methods.load(name)
     if idle := sorted(changes.keys() - set(chosen)):
         raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
-    fitting.require_fit(made.meta, DataSpec.parse(job.data))
+    fitting.open_compatible_data(made.meta, DataSpec.parse(job.data))
     if job.test:
-        fitting.require_fit(made.meta, DataSpec.parse(scores.test_table(job), "[test]"))
+        fitting.open_compatible_data(made.meta, DataSpec.parse(scores.make_test_table(job), "[test]"))
     found = []
     for seed in sorted(set(seeds)):
         for name in chosen:
@@ -105,7 +101,7 @@ def cases(
             table = {
                 **msgspec.to_builtins(job),
                 "method": name,
-                "params": params_of(job, name, changes.get(name, {})),
+                "params": merge_params(job, name, changes.get(name, {})),
                 "seed": seed,
                 "data": {**job.data, "seed": seed},
                 "engine": job.engine if job.engine in method.engines else None,
@@ -113,15 +109,16 @@ def cases(
                 "check": {"every": every},
             }
             table.pop("compare")
-            jobs.parse(table)
+            jobs.parse_job(table)
             found.append(Case(msgspec.json.encode(table, order="sorted"), str(folder)))
     return found
 
 
-def params_of(job: Job, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's parameters: what it knows of [params], over it its own table, over it the changes.
+def merge_params(job: Job, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a method: shared [params], then its [compare] table, then the changes.
 
-    Another method's parameters in [params] are not its; in its own table an unknown one is an error.
+    Parameters in [params] that the method does not have are ignored. In the other two they are kept, and raise an
+    error when the job is parsed.
     """
     known = {field.name for field in dataclasses.fields(methods.load(name).params)}
     shared = {key: value for key, value in job.params.items() if key in known or name == job.method}
@@ -129,10 +126,12 @@ def params_of(job: Job, name: str, changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """From "fedprox.mu=0.1"; values are TOML's, a bare word is a string.
+    """Return parameters by method from texts such as "fedprox.mu=0.1".
+
+    Values are TOML. A bare word is a string.
 
     Raises:
-        JobError: not of this form.
+        JobError: If a text has another form.
     """
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -141,7 +140,7 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         if not (equals and dot and name and key and value.strip()):
             raise JobError(f"--set {text}: wanted METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
         try:
-            read = config.parse(f"value = {value}", text)["value"]
+            read = config.parse_toml(f"value = {value}", text)["value"]
         except JobError:
             read = value.strip()
         found.setdefault(name, {})[key] = read
@@ -151,14 +150,16 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 # -- all runs -------------------------------------------------------------------------------------
 
 
-def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
-    """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
-    found, failed = finished(todo, out, player, say, progress.LINE.at)
-    progress.LINE.end()
+def run_cases(
+    todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]
+) -> tuple[list[Run], list[str]]:
+    """Run all cases that are not cached. Return the runs in order, and a sentence for each failure."""
+    found, failed = run_missing_cases(todo, out, player, say, progress.LINE.show_status)
+    progress.LINE.end_operation()
     return [found[case] for case in todo if case in found], failed
 
 
-def finished(
+def run_missing_cases(
     todo: Sequence[Case],
     out: Path,
     player: Player,
@@ -167,38 +168,42 @@ def finished(
     *,
     abreast: bool = False,
 ) -> tuple[dict[Case, Run], list[str]]:
-    """Run of each case that succeeded, and a sentence for each that failed. Finished ones are kept in `out`/runs.
+    """Run the cases that are not cached in `out`/runs.
 
     Args:
-        todo: all cases.
-        out: folder of the comparison.
-        player: runs a case.
-        say: prints a line that stays.
-        show: prints a line that the next one replaces, after each round.
-        abreast: play as many runs at a time as there are cores, each in a process that imports `player` by its name;
-            `show` then gets how many are done, every second.
+        todo: All cases.
+        out: Folder of the comparison.
+        player: Function that runs a case.
+        say: Function that prints a permanent line.
+        show: Function that prints a temporary progress line.
+        abreast: Run one case per core, each in a process that imports `player` by name.
+
+    Returns:
+        The run of each case that succeeded, and a sentence for each failure.
     """
     store = Kept(out, Run)
-    keys = {case: case.key for case in todo}  # of the data as they are before anything runs
+    keys = {case: case.cache_key for case in todo}  # of the data as they are before anything runs
     kept = {case: store.find(key) for case, key in keys.items()}
     found = {case: run for case, run in kept.items() if run is not None}
     missing = [case for case in keys if case not in found]
-    for line in store.told(len(found), keys.values()):
+    for line in store.describe_cache(len(found), keys.values()):
         say(line)
     failed: list[str] = []
     began_s = time.monotonic()
-    made = _abreast(missing, player, show) if abreast else _in_turn(missing, player, show)
+    made = _run_in_parallel(missing, player, show) if abreast else _run_sequentially(missing, player, show)
     for count, (case, outcome) in enumerate(made, 1):
         if isinstance(outcome, str):
             failed.append(f"{case.name}: {outcome}")
             say(f"[{count}/{len(missing)}] {case.name} failed: {outcome}")
             continue
         found[case] = outcome
-        store.keep(keys[case], outcome)
+        store.store(keys[case], outcome)
         left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
         last = outcome.marks[-1] if outcome.marks else None
         value = None if last is None else last.value
-        told = "" if last is None or value is None else f": {metrics.shown(metrics.KNOWN[last.metric], value, 1)}"
+        told = (
+            "" if last is None or value is None else f": {metrics.format_value(metrics.KNOWN[last.metric], value, 1)}"
+        )
         say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case.name}{told}")
     return found, failed
 
@@ -207,25 +212,25 @@ Made = Iterator[tuple[Case, Run | str]]
 """Each case with its run, or with the sentence that says why it failed."""
 
 
-def _in_turn(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
+def _run_sequentially(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
     for count, case in enumerate(missing, 1):
         live = f"[{count}/{len(missing)}] {case.name}: round {{}} of {case.settings.rounds}"
-        yield case, _attempt(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
+        yield case, _try_case(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
 
 
-def _abreast(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
+def _run_in_parallel(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
     began_s, done = time.monotonic(), 0
 
-    def tell() -> None:
-        show(f"{done} of {len(missing)} runs are done, {units.duration(time.monotonic() - began_s)} so far")
+    def show_progress() -> None:
+        show(f"{done} of {len(missing)} runs are done, {units.format_duration(time.monotonic() - began_s)} so far")
 
-    with progress.ticking(tell):
-        for index, run in parallel.spread(_attempt, [(player, case) for case in missing]):
+    with progress.call_periodically(show_progress):
+        for index, run in parallel.run_in_processes(_try_case, [(player, case) for case in missing]):
             done += 1
             yield missing[index], run
 
 
-def _attempt(player: Player, case: Case, tell: Tell | None = None) -> Run | str:
+def _try_case(player: Player, case: Case, tell: Tell | None = None) -> Run | str:
     try:
         return player(case, tell or (lambda done: None))
     except FedquiltError as error:
@@ -251,24 +256,24 @@ def main(
     mixed: bool = False,
     format: str = "text",
 ) -> int:
-    """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
+    """Run missing cases, print the table and write its files. Return 1 if a run failed, otherwise 0."""
     from fedquilt.tools.experiments import tables
 
-    metric = metrics.MAIN[metrics.task_of(job.model)]
+    metric = metrics.MAIN[metrics.task_from_network(job.model)]
     if target is not None and metric.share and target > 1:
         raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
-    todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
+    todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
 
-    def player(case: Case, tell: Tell) -> Run:
-        return play(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+    def run_case(case: Case, tell: Tell) -> Run:
+        return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
-    runs, failed = played(todo, out, player, progress.LINE.say)
+    runs, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     if on == "held":
-        runs = tables.personal(runs)
-    result = tables.result(job.name, runs, target, failed)
-    files = tables.write(result, runs, out)
+        runs = tables.drop_test_scores(runs)
+    result = tables.make_result(job.name, runs, target, failed)
+    files = tables.write_files(result, runs, out)
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join([*tables.lines(result), *(f"failed: {each}" for each in failed), *files]))
+        print("\n".join([*tables.format_table(result), *(f"failed: {each}" for each in failed), *files]))
     return 1 if failed else 0

@@ -9,14 +9,14 @@ from typing import Final
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of two values or more, by Student's t."""
-    mean, half = statistics.fmean(values), quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean of two or more values."""
+    mean, half = statistics.fmean(values), t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return mean - half, mean + half
 
 
-def quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: tabled, and from 11 degrees of freedom on to four digits."""
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t. From 11 degrees of freedom on, 4 digits are correct."""
     if freedom <= len(T_95):
         return T_95[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)

@@ -1,6 +1,6 @@
-"""`fedquilt methods`: what each method is, where it deviates from its paper, and its parameters, from its own file.
+"""Descriptions of the methods, generated from their source files.
 
-The pages of `docs/methods/` are these cards; `fedquilt methods --out docs/methods` writes them anew.
+The pages in `docs/methods/` are written by `fedquilt methods --out docs/methods`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One key of a job's [params]."""
-
     name: str
     kind: str
     default: Any
@@ -38,8 +36,6 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One method."""
-
     name: str
     title: str
     about: str  # the file's docstring after its first line
@@ -50,15 +46,15 @@ class Card:
     tables: tuple[tuple[str, str], ...]  # the command of each table that runs it, and where in docs/ what came out is
 
 
-def card(name: str, covering: Covering = lambda name: ()) -> Card:
-    """What a method's file says, with the tables that `covering` returns.
+def make_card(name: str, covering: Covering = lambda name: ()) -> Card:
+    """Return the description of a method from its source file.
 
     Raises:
-        JobError: there is no such method.
+        JobError: If the method does not exist.
     """
     method = methods.load(name)
-    title, _, about = (inspect.getdoc(methods.module(name)) or "").partition("\n")
-    found = tuple(_parameters(method.params))
+    title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
+    found = tuple(_list_parameters(method.params))
     return Card(
         name=name,
         title=title,
@@ -71,8 +67,7 @@ def card(name: str, covering: Covering = lambda name: ()) -> Card:
     )
 
 
-def lines(one: Card) -> list[str]:
-    """The card as Markdown."""
+def format_card(one: Card) -> list[str]:
     found = [f"# {one.name}", "", one.title, "", one.about, ""]
     found += [f'Runs on: {" or ".join(one.engines)}. In a job: `method = "{one.name}"`.']
     if not one.evaluates:
@@ -82,19 +77,17 @@ def lines(one: Card) -> list[str]:
         found += ["", f"Compared in: {told}."]
     if one.parameters:
         found += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
-        found += [f"| `{p.name}` | {p.kind} | `{_toml(p.default)}` | {p.about} |" for p in one.parameters]
+        found += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in one.parameters]
     return found
 
 
-def listed(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
-    """Each method with its title, as a table; none of other packages is imported for it."""
-    titles = {name: card(name).title for name in names}
+def format_method_list(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
+    titles = {name: make_card(name).title for name in names}
     titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
-    return columns.table([list(each) for each in titles.items()], "<~")
+    return columns.format_table([list(each) for each in titles.items()], "<~")
 
 
-def index() -> list[str]:
-    """The page that lists all methods, as Markdown."""
+def format_index() -> list[str]:
     found = [
         "# Methods",
         "",
@@ -106,19 +99,22 @@ def index() -> list[str]:
         "| | |",
         "|---|---|",
     ]
-    return found + [f"| [{name}]({name}.md) | {card(name).title} |" for name in methods.names()]
+    return found + [f"| [{name}]({name}.md) | {make_card(name).title} |" for name in methods.builtin_names()]
 
 
-def write(folder: Path, covering: Covering) -> list[Path]:
-    """A page for every method, and an index; pages of methods that are gone are removed.
+def write_pages(folder: Path, covering: Covering) -> list[Path]:
+    """Write a page for each method and an index, delete other pages, and return the paths.
 
     Raises:
-        StoreError: the folder cannot be written.
+        StoreError: If the folder cannot be written.
     """
     with disk.doing(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        pages = {folder / f"{name}.md": "\n".join(lines(card(name, covering))) + "\n" for name in methods.names()}
-        pages[folder / "index.md"] = "\n".join(index()) + "\n"
+        pages = {
+            folder / f"{name}.md": "\n".join(format_card(make_card(name, covering))) + "\n"
+            for name in methods.builtin_names()
+        }
+        pages[folder / "index.md"] = "\n".join(format_index()) + "\n"
         for gone in set(folder.glob("*.md")) - set(pages):
             gone.unlink()
         for path, text in pages.items():
@@ -127,38 +123,41 @@ def write(folder: Path, covering: Covering) -> list[Path]:
 
 
 def main(name: str | None, out: Path | None, format: str, covering: Covering) -> None:
-    """The verb."""
     if out is not None:
-        print(f"{out}: {len(write(out, covering))} pages")
+        print(f"{out}: {len(write_pages(out, covering))} pages")
     elif format == "json":
-        cards = [card(each, covering) for each in ([name] if name else methods.names())]
+        cards = [make_card(each, covering) for each in ([name] if name else methods.builtin_names())]
         print(msgspec.json.encode(cards[0] if name else cards).decode())
     else:
-        own = methods.names()
-        print("\n".join(lines(card(name, covering)) if name else [*listed(own, plugins.usable("method", own))]))
-        for said in () if name else plugins.complaints("method", own):
+        own = methods.builtin_names()
+        print(
+            "\n".join(
+                format_card(make_card(name, covering))
+                if name
+                else [*format_method_list(own, plugins.usable_plugins("method", own))]
+            )
+        )
+        for said in () if name else plugins.name_conflicts("method", own):
             print(said, file=sys.stderr)
 
 
 # -- parameters -----------------------------------------------------------------------------------
 
 
-def _parameters(params: type) -> Iterable[Parameter]:
-    """Inherited ones first, as in the dataclass."""
+def _list_parameters(params: type) -> Iterable[Parameter]:
     hints = typing.get_type_hints(params, include_extras=True)
     about: dict[str, str] = {}
     for each in reversed(params.__mro__):
         if dataclasses.is_dataclass(each):
-            about |= _comments(each)
+            about |= _read_field_comments(each)
     for field in dataclasses.fields(params):
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield Parameter(field.name, _kind(hints[field.name]), default, about.get(field.name, ""))
+        yield Parameter(field.name, _format_type(hints[field.name]), default, about.get(field.name, ""))
 
 
-def _comments(params: Any) -> dict[str, str]:
-    """Comment behind each field in the source."""
+def _read_field_comments(params: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):
@@ -172,8 +171,8 @@ def _comments(params: Any) -> dict[str, str]:
     return found
 
 
-def _kind(hint: Any) -> str:
-    """A type for people: `int >= 1`, `"sgd" or "adam"`."""
+def _format_type(hint: Any) -> str:
+    # such as `int >= 1`, `"sgd" or "adam"`
     if typing.get_origin(hint) is Annotated:
         plain, *extras = typing.get_args(hint)
         limits = [
@@ -182,20 +181,19 @@ def _kind(hint: Any) -> str:
             for key, sign in SIGNS.items()
             if getattr(extra, key, None) is not None
         ]
-        return " ".join([_kind(plain), ", ".join(limits)]).strip()
+        return " ".join([_format_type(plain), ", ".join(limits)]).strip()
     if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(_toml(value) for value in typing.get_args(hint))
+        return " or ".join(_format_default(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_kind(part) for part in typing.get_args(hint) if part is not type(None))
+        return " or ".join(_format_type(part) for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) in (tuple, list):
-        return f"list of {_kind(typing.get_args(hint)[0])}"
+        return f"list of {_format_type(typing.get_args(hint)[0])}"
     if hint is float:
         return "number"
     return {int: "integer", bool: "true or false", str: "text"}.get(hint, str(getattr(hint, "__name__", hint)))
 
 
-def _toml(value: Any) -> str:
-    """A default as a job would have it."""
+def _format_default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:

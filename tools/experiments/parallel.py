@@ -1,4 +1,4 @@
-"""Independent runs by as many processes as there are cores: each result as it is there; they end with this process."""
+"""Parallel calls in processes, one per core, which end with this process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from fedquilt.edge_agent.task import process
 T = TypeVar("T")
 
 
-class ProcessError(FedquiltError):
-    """A process that plays runs has ended before it was done."""
+class ProcessError(FedquiltError): ...
 
 
-def spread(
+def run_in_processes(
     play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """Yield (index, `play(*todo[index])`) as each is finished. An exception in one ends the others.
+    """Yield the index and the result of each call as it finishes. An exception in one call stops all.
 
     Args:
-        play: a function of a module, since each process imports it anew.
-        todo: arguments of each call.
-        workers: None: one for each core that this process may use.
+        play: Module-level function, which each process imports.
+        todo: Arguments of each call.
+        workers: Number of processes, or None for one per available core.
 
     Raises:
-        ProcessError: one of the processes was killed.
+        ProcessError: If a process was killed.
     """
     if not todo:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(todo))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context, _begin, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
         try:
-            waiting = {pool.submit(_played, play, given): index for index, given in enumerate(todo)}
+            waiting = {pool.submit(_run_call, play, given): index for index, given in enumerate(todo)}
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         except BrokenProcessPool:
@@ -54,22 +53,21 @@ def spread(
             raise
 
 
-def _begin(parent: int) -> None:
+def _initialise_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
-    signal.signal(signal.SIGTERM, _end)
-    process.die_with(parent)
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    process.exit_with_parent(parent)
 
 
-class _Told(SystemExit):
-    """The process was told to end."""
+class _Told(SystemExit): ...
 
 
-def _end(number: int, frame: object) -> None:
+def _raise_on_sigterm(number: int, frame: object) -> None:
     raise _Told(128 + number)  # by way of all that cleans up
 
 
-def _played(play: Callable[..., T], given: tuple[Any, ...]) -> T:
-    """One run. A process that is told to end amid it begins no other."""
+def _run_call(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+    # a terminated process must not start the next call
     try:
         return play(*given)
     except _Told:

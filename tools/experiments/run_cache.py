@@ -1,7 +1,7 @@
-"""Finished runs in a folder, each in a file named by all that it depends on: an interrupted comparison goes on.
+"""Cache of finished runs, which lets an interrupted comparison continue.
 
-A run depends on its job, on the content of its bundle and of its data, and on the code that makes it. Content is
-hashed, not dates: data with other labels in a file of the same name and size give another run.
+The file name of a run is a digest of all its inputs: the job, the content of its bundle and data, and the code.
+Content is hashed, so data with other labels in a file of the same name and size gives another run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")  # whose ari
 
 
 class Kept(Generic[T]):
-    """Runs of one type, in `folder`/runs.
+    """Cached runs of one type in `folder`/runs.
 
     Raises:
-        StoreError: the folder cannot be made.
+        StoreError: If the folder cannot be created.
     """
 
     def __init__(self, folder: Path, kind: type[T]) -> None:
@@ -45,20 +45,20 @@ class Kept(Generic[T]):
             raise StoreError(f"cannot write {self.folder}: {error.strerror}") from None
 
     def find(self, key: str) -> T | None:
-        """None: there is no such run, or not one of this version."""
+        """Return a cached run, or None if it is missing or of another version."""
         try:
             return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=self._kind)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
-    def keep(self, key: str, run: T) -> None:
-        """Store a finished run under its key, whole or not at all."""
+    def store(self, key: str, run: T) -> None:
+        """Write a finished run under its key, atomically."""
         part = self.folder / f"{key}.part"
         part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
         os.replace(part, self.folder / f"{key}.json")
 
-    def told(self, found: int, keys: Collection[str]) -> list[str]:
-        """Sentences before the missing runs are made: how many are here, and how many others are not used."""
+    def describe_cache(self, found: int, keys: Collection[str]) -> list[str]:
+        """Return messages with the numbers of cached runs and of files with different inputs."""
         others = sum(path.stem not in keys for path in self.folder.glob("*.json"))
         lines = [f"{found} of {len(keys)} runs are in {self.folder} already"] if found else []
         if others and found < len(keys):
@@ -73,7 +73,7 @@ class Kept(Generic[T]):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A kept run as a file. `method` and `seed` are None where the file does not tell: of another tool or version."""
+    """File of a cached run. `method` and `seed` are None if the file does not contain them."""
 
     key: str
     bytes: int
@@ -84,8 +84,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """Description of a comparison's run, whatever its version."""
-
     method: str
     seed: int
     devices: int = 0
@@ -93,27 +91,25 @@ class _About(msgspec.Struct, frozen=True):
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """Likewise a row of an ablation's run."""
-
     condition: str
     seed: int
     part: str
 
 
-def entries(out: Path) -> list[Entry]:
-    """The kept runs in `out`/runs, the oldest first.
+def list_runs(out: Path) -> list[Entry]:
+    """Return the cached runs in `out`/runs, the oldest first.
 
     Raises:
-        StoreError: there is no such folder, or it cannot be read.
+        StoreError: If the folder does not exist or cannot be read.
     """
     folder = out / "runs"
     if not folder.is_dir():
         raise StoreError(f"no kept runs in {out}: `fedquilt compare` keeps some there, --out names another folder")
     with doing(f"read {folder}"):
-        return sorted((_entry(path) for path in folder.glob("*.json")), key=lambda each: (each.made, each.key))
+        return sorted((_read_entry(path) for path in folder.glob("*.json")), key=lambda each: (each.made, each.key))
 
 
-def _entry(path: Path) -> Entry:
+def _read_entry(path: Path) -> Entry:
     found, content = path.stat(), path.read_bytes()
     plain = Entry(key=path.stem, bytes=found.st_size, made=found.st_mtime)
     try:
@@ -129,7 +125,7 @@ def _entry(path: Path) -> Entry:
     return msgspec.structs.replace(plain, seed=told[0].seed, about=f"{told[0].condition}, {told[0].part}")
 
 
-def choose(
+def select_entries(
     found: Iterable[Entry],
     keys: Collection[str],
     now: float,
@@ -138,10 +134,10 @@ def choose(
     method: str | None = None,
     older_s: float | None = None,
 ) -> list[Entry]:
-    """The entries to drop: of the keys (or beginnings of one), or of a method, an age or both.
+    """Return the entries with one of the key prefixes, or of a method, an age, or both.
 
     Raises:
-        JobError: nothing was chosen by, or a key begins none or several.
+        JobError: If no criterion is given, or a prefix matches no entry or several.
     """
     known = list(found)
     if not keys and not everything and method is None and older_s is None:
@@ -163,28 +159,27 @@ def choose(
     return list({each.key: each for each in chosen}.values())
 
 
-def drop(out: Path, found: Iterable[Entry]) -> None:
-    """Delete finished runs from the cache of `fedquilt compare`.
+def delete_entries(out: Path, found: Iterable[Entry]) -> None:
+    """Delete finished runs from the cache.
 
     Raises:
-        StoreError: one cannot be deleted.
+        StoreError: If a file cannot be deleted.
     """
     with doing(f"drop kept runs of {out}"):
         for each in found:
             (out / "runs" / f"{each.key}.json").unlink(missing_ok=True)
 
 
-def lines(found: Sequence[Entry], now: float) -> list[str]:
-    """The list for people."""
-    total = units.size(sum(each.bytes for each in found))
+def format_entries(found: Sequence[Entry], now: float) -> list[str]:
+    total = units.format_bytes(sum(each.bytes for each in found))
     rows = []
     for each in found:
         told = filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about))
-        rows.append([each.key, _age(now - each.made), units.size(each.bytes), ", ".join(told)])
-    return [*columns.table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
+        rows.append([each.key, _format_age(now - each.made), units.format_bytes(each.bytes), ", ".join(told)])
+    return [*columns.format_table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for name, each in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= each:
             return f"{seconds / each:.0f} {name}"
@@ -194,67 +189,69 @@ def _age(seconds: float) -> str:
 # -- what a run depends on ------------------------------------------------------------------------
 
 
-def key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
-    """What a run depends on, as a file's name: the parts, the content of its bundle and of its data, and the code.
+def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
+    """Return a digest of the parts, the content of a bundle and of data files, and the code.
 
     Raises:
-        JobError: there is no bundle, or it is damaged.
-        StoreError: the bundle or a file of the data cannot be read.
+        StoreError: If a file of the bundle or of the data cannot be read.
     """
-    made = bundles.load(bundle)
+    made = bundles.load_bundle(bundle)
     index = msgspec.json.encode([made.meta, made.files], order="sorted")
     blobs = sorted({ref.sha256 for ref in made.files.values()})  # others in its folder are of bundles of before
-    contents = [content(path) for path in (*(bundle / "blobs" / blob for blob in blobs), *data)]
-    pieces = (*parts, index, *(each.encode() for each in (*contents, code())))
+    contents = [compute_content_digest(path) for path in (*(bundle / "blobs" / blob for blob in blobs), *data)]
+    pieces = (*parts, index, *(each.encode() for each in (*contents, compute_code_digest())))
     return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in pieces)).hexdigest()[:24]
 
 
-def paths(job: bytes) -> list[Path]:
-    """The files and folders that a job, as JSON, reads examples from: those of its [data] and of its [test]."""
+def list_data_paths(job: bytes) -> list[Path]:
     table = msgspec.json.decode(job)
-    found = [path for name in ("data", "test") for path in _paths(table.get(name) or {})]
+    found = [path for name in ("data", "test") for path in _list_table_paths(table.get(name) or {})]
     return [Path(path) for path in dict.fromkeys(found)]
 
 
-def outside(job: bytes) -> bytes:
-    """What of other packages a job, as JSON, runs on: each package's version and content.
+def list_plugin_versions(job: bytes) -> bytes:
+    """Return as JSON the version and content digest of each plug-in package of a job given as JSON.
+
+    The result is empty without plug-ins.
 
     Raises:
-        JobError: one is not installed here.
+        JobError: If a package is not installed.
     """
     table = msgspec.json.decode(job)
-    found = methods.needs(table["method"]) | registry.needs(table.get("model") or {})
+    found = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
     for data in (table.get("data") or {}, table.get("test") or {}):
         if data.get("dataset") and not data.get("path"):
-            found |= plugins.needs("data", data["dataset"])
+            found |= plugins.required_modules("data", data["dataset"])
     if table.get("engine"):
-        found |= plugins.needs("engine", table["engine"], tuple(engines.NEEDS))
+        found |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
     return msgspec.json.encode(found, order="sorted") if found else b""
 
 
-def _paths(table: Mapping[str, Any]) -> Iterator[str]:
+def _list_table_paths(table: Mapping[str, Any]) -> Iterator[str]:
     yield from (str(each["path"]) for each in (table, *table.get("sources", ())) if each.get("path"))
     if table.get("text"):
         yield str(table["text"]["vocabulary"])
 
 
-def content(path: Path) -> str:
-    """A digest of a file, or of all files in a folder and their names; "" where there is nothing.
+def compute_content_digest(path: Path) -> str:
+    """Return a digest of a file, or of the names and content of all files in a folder.
+
+    The digest is "" if the path does not exist.
 
     Raises:
-        StoreError: a file cannot be read.
+        StoreError: If a file cannot be read.
     """
     try:
         if path.is_dir():
-            lines = sorted(f"{each.relative_to(path)}\0{_digest(each)}\n" for each in _files(path))
+            lines = sorted(f"{each.relative_to(path)}\0{_compute_file_digest(each)}\n" for each in _walk_files(path))
             return hashlib.sha256("".join(lines).encode()).hexdigest()
-        return _digest(path) if path.exists() else ""
+        return _compute_file_digest(path) if path.exists() else ""
     except OSError as error:
         raise StoreError(f"cannot read {error.filename or path}: {error.strerror}") from None
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder, those in linked folders too; none twice, however links lead."""
+def _walk_files(folder: Path) -> Iterator[Path]:
+    # follows links to folders, and visits each folder once
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -266,8 +263,8 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (path for name in names if (path := Path(place, name)).is_file())
 
 
-def _digest(path: Path) -> str:
-    """The sha256 of a file; one that was read before and is settled is not read again."""
+def _compute_file_digest(path: Path) -> str:
+    # digests are cached for files that were not written within the last SETTLED_S
     found = path.stat()
     stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     settled = time.time() > max(found.st_mtime, found.st_ctime) + SETTLED_S
@@ -286,16 +283,16 @@ _digests: dict[tuple[int, ...], str] = {}  # device, inode, size and times of a 
 
 
 @functools.lru_cache(maxsize=1)
-def code() -> str:
-    """A digest of the code that makes runs: this package's version and source files, and its libraries' versions."""
+def compute_code_digest() -> str:
+    """Return a digest of the package's version and source files, and of the libraries' versions."""
     root = Path(fedquilt.__file__).parent
-    sources = (path for path in _files(root) if path.suffix in (".py", ".toml"))  # profiles are TOML
-    lines = sorted(f"{path.relative_to(root)}\0{_digest(path)}" for path in sources)
-    lines += [fedquilt.__version__, *(f"{name} {_version(name)}" for name in LIBRARIES)]
+    sources = (path for path in _walk_files(root) if path.suffix in (".py", ".toml"))  # profiles are TOML
+    lines = sorted(f"{path.relative_to(root)}\0{_compute_file_digest(path)}" for path in sources)
+    lines += [fedquilt.__version__, *(f"{name} {_get_package_version(name)}" for name in LIBRARIES)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _version(name: str) -> str:
+def _get_package_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One run of a comparison: a method with a seed on a simulated fleet, and what it had come to after its rounds."""
+"""One run of a comparison: a method with one seed on a simulated fleet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Look = Callable[[Simulation, Hands], Mapping[str, Any]]
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
+    """Metrics of a run after some rounds, with costs since its start. None means unknown."""
 
     rounds: int
     test: float | None  # the main metric on the test set: accuracy, 0..1, unless the task has another
@@ -42,13 +42,11 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def value(self) -> float | None:
-        """The main metric on the test set, or where there is none on held-out shares."""
+        """Main metric on the test set, or else on the held-out shares."""
         return self.held if self.test is None else self.test
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One method with one seed."""
-
     method: str
     seed: int
     params: dict[str, Any]
@@ -60,7 +58,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     format: int = FORMAT
 
 
-def play(
+def run_seed(
     job: Job,
     folder: Path,
     tell: Callable[[int], None],
@@ -75,30 +73,29 @@ def play(
     tested: bool = True,
     look: Look = lambda simulation, hands: {},
 ) -> Run:
-    """Make one run.
+    """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The global model is evaluated beside the rounds, every `check.every` of them and after the last: on all devices'
-    held-out shares and on the test set.
+    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and on the test
+    set.
 
     Args:
-        job: with the run's method and seed.
-        folder: its bundle.
-        tell: called with the number of finished rounds.
-        workers: processes that carry the devices' work out; 0: this one does; None: one for each core, of this
-            machine or of the Ray cluster.
+        job: Job with the method and the seed of the run.
+        folder: Bundle of the job.
+        tell: Function called with the number of finished rounds.
+        workers: Number of worker processes, 0 for this process, or None for one per core.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
-        pick: chooses among the devices of the job those that take part.
-        away: so many of these, the last ones, are not online at first; `look` may let them come.
-        together: train small networks' devices in one graph, which equals training one by one to float tolerance.
-        first: evaluate on the test set before the first round too.
-        tested: evaluate on the test set at all.
-        look: told before the first round, after each and at the end; what it returns is kept in `Run.figures`.
+        mixed: Permit nodes of a Ray cluster that differ in processor, GPU and libraries.
+        pick: Function that selects the devices that take part.
+        away: Number of devices, the last ones, that are offline at first. `look` may bring them online.
+        together: Train the devices of small networks in one graph, equal to float tolerance.
+        first: Evaluate on the test set before the first round too.
+        tested: Evaluate on the test set.
+        look: Function called before the first round, after each round and at the end, which returns `Run.figures`.
 
     Raises:
-        FedquiltError: an error of its data, its bundle or the run, which has failed.
+        FedquiltError: If the data or the bundle is wrong, or the run has failed.
     """
-    members, test = shares(job, folder)
+    members, test = load_devices(job, folder)
     members, test = pick(members), test if tested else None
     marks: list[Mark] = []
     spent = _Spent()
@@ -108,12 +105,12 @@ def play(
     with Judge(job, folder, test) as judge:
 
         def observe(simulation: Simulation, hands: Hands) -> None:
-            spent.add(simulation.rounds[spent.rounds :])
-            done = simulation.done
-            if first and not done and not marks and simulation.ready:
-                marks.append(spent.mark(0, judge.look(simulation, hands, shares=False)))
-            if due(simulation, every) and (not marks or marks[-1].rounds < done):
-                marks.append(spent.mark(done, judge.look(simulation, hands, shares=bool(every))))
+            spent.add_rounds(simulation.rounds[spent.rounds :])
+            done = simulation.completed_rounds
+            if first and not done and not marks and simulation.can_evaluate:
+                marks.append(spent.make_evaluation_point(0, judge.evaluate(simulation, hands, shares=False)))
+            if is_evaluation_due(simulation, every) and (not marks or marks[-1].rounds < done):
+                marks.append(spent.make_evaluation_point(done, judge.evaluate(simulation, hands, shares=bool(every))))
             refusals.update(simulation.refusals)
             figures.update(look(simulation, hands))
             tell(done)
@@ -144,23 +141,29 @@ def play(
     )
 
 
-def due(simulation: Simulation, every: int) -> bool:
-    """Whether the state is to be evaluated now: after `every` so many rounds, and after the last; 0: then only."""
-    last = simulation.finished or simulation.over
-    return bool(simulation.done and simulation.ready and (last or (every and simulation.done % every == 0)))
+def is_evaluation_due(simulation: Simulation, every: int) -> bool:
+    """Return whether the state is evaluated now. With `every` 0, only after the last round."""
+    last = simulation.is_finished or simulation.has_ended
+    return bool(
+        simulation.completed_rounds
+        and simulation.can_evaluate
+        and (last or (every and simulation.completed_rounds % every == 0))
+    )
 
 
-def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
-    """What each device has, and the test set; None: the job names none and its [data] has no split "test".
+def load_devices(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
+    """Return the devices of a job with their examples, and the test set.
+
+    The test set is None if the job has none and its [data] has no split "test".
 
     Raises:
-        DataError: it cannot be read.
+        DataError: If the data cannot be read.
     """
-    agents = Plan(job, folder, Path()).agents()
-    split = examples.load_shares(DataSpec.parse(agents[0]["data"]))
+    agents = Plan(job, folder, Path()).make_agent_tables()
+    split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))
     members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
     try:
-        return members, evaluate.test_set(job)
+        return members, evaluate.load_test_set(job)
     except (DataError, JobError):
         if job.test:
             raise
@@ -169,8 +172,6 @@ def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
 
 @dataclasses.dataclass
 class _Spent:
-    """Cost of the rounds so far."""
-
     rounds: int = 0
     seconds: float | None = 0.0
     real_s: float = 0.0
@@ -178,16 +179,16 @@ class _Spent:
     up_bytes: int = 0
     energy_j: float | None = 0.0
 
-    def add(self, rounds: Sequence[Round]) -> None:
+    def add_rounds(self, rounds: Sequence[Round]) -> None:
         for round in rounds:
             self.rounds += 1
-            self.seconds = _plus(self.seconds, round.duration_s)
-            self.energy_j = _plus(self.energy_j, round.energy_j)
+            self.seconds = _add_known(self.seconds, round.duration_s)
+            self.energy_j = _add_known(self.energy_j, round.energy_j)
             self.real_s += round.wall_s
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def mark(self, done: int, found: Verdict) -> Mark:
+    def make_evaluation_point(self, done: int, found: Verdict) -> Mark:
         own = found.held
         known = found.test or own
         return Mark(
@@ -200,5 +201,5 @@ class _Spent:
         )
 
 
-def _plus(total: float | None, value: float | None) -> float | None:
+def _add_known(total: float | None, value: float | None) -> float | None:
     return None if total is None or value is None else total + value

@@ -1,4 +1,4 @@
-"""Results of a comparison: a table over seeds, each method's cost up to a target, plots and a page."""
+"""Results of a comparison: a table over seeds, costs up to a target, plots and a page."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
 FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-time"}
 
 
-def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
-    """Comparison for programs: the table, and every run.
+def make_result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a comparison for JSON: its table and all runs.
 
     Args:
-        job: name of the job.
-        runs: all that succeeded.
-        target: value of the main metric (accuracy: 0..1) to which costs are counted; None: no target.
-        failed: a sentence for each run that failed.
+        job: Name of the job.
+        runs: Runs that succeeded.
+        target: Value of the main metric up to which costs are counted, or None. Accuracy is 0 to 1.
+        failed: A sentence for each failure.
     """
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
-        "metric": metric_of(runs).name,
+        "metric": find_main_metric(runs).name,
         "target": target,
-        "table": table(runs, target),
+        "table": make_rows(runs, target),
         "failed": list(failed),
         "runs": [msgspec.to_builtins(run) for run in runs],
     }
 
 
-def personal(runs: Sequence[Run]) -> list[Run]:
-    """The runs without their test set: accuracy is then that on the devices' held-out shares."""
+def drop_test_scores(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs without test scores, so that values are those of the held-out shares."""
     return [
         msgspec.structs.replace(
             run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
@@ -50,62 +50,63 @@ def personal(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
-    """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
+def make_rows(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
     return [
-        row(name, [run for run in runs if run.method == name and run.marks], target)
+        make_row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
 
 
-def row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
-    """The row of runs that have an evaluation and differ in their seeds only; see `table`."""
+def make_row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+    """Return means over runs that differ in their seeds only.
+
+    A cost is None if it is unknown for a run, and "sd" is None for one seed.
+    """
     last = [run.marks[-1] for run in runs]
     found: dict[str, Any] = {
         "method": name,
         "seeds": [run.seed for run in runs],
-        "accuracy": _mean([mark.value for mark in last]),
-        "sd": _sd([mark.value for mark in last]),
-        "held": _mean([mark.held for mark in last]),
-        "worst_decile": _mean([mark.worst_decile for mark in last]),
-        "best": _mean([_best(run) for run in runs]),
-        "in_all": {cost: _mean([_cost(mark, cost) for mark in last]) for cost in COSTS},
+        "accuracy": _compute_mean([mark.value for mark in last]),
+        "sd": _compute_deviation([mark.value for mark in last]),
+        "held": _compute_mean([mark.held for mark in last]),
+        "worst_decile": _compute_mean([mark.worst_decile for mark in last]),
+        "best": _compute_mean([_find_best_value(run) for run in runs]),
+        "in_all": {cost: _compute_mean([_get_cost(mark, cost) for mark in last]) for cost in COSTS},
     }
     if target is not None:
-        reached = [mark for run in runs if (mark := first(run, target)) is not None]
+        reached = [mark for run in runs if (mark := find_first_reaching(run, target)) is not None]
         found["reached"] = len(reached)
-        found["to_target"] = {cost: _mean([_cost(mark, cost) for mark in reached]) for cost in COSTS}
-        found["rounds_sd"] = _sd([float(mark.rounds) for mark in reached])
+        found["to_target"] = {cost: _compute_mean([_get_cost(mark, cost) for mark in reached]) for cost in COSTS}
+        found["rounds_sd"] = _compute_deviation([float(mark.rounds) for mark in reached])
     return found
 
 
-def first(run: Run, target: float) -> Mark | None:
-    """The first evaluation at which the target was reached."""
-    metric = metric_of([run])
-    told = (mark for mark in run.marks if mark.value is not None and metrics.reached(metric, mark.value, target))
+def find_first_reaching(run: Run, target: float) -> Mark | None:
+    """Return the first evaluation that reaches the target, or None."""
+    metric = find_main_metric([run])
+    told = (mark for mark in run.marks if mark.value is not None and metrics.reaches_target(metric, mark.value, target))
     return next(told, None)
 
 
-def _best(run: Run) -> float | None:
+def _find_best_value(run: Run) -> float | None:
     values = [mark.value for mark in run.marks if mark.value is not None]
-    return metrics.best(metric_of([run]), values) if values else None
+    return metrics.best_value(find_main_metric([run]), values) if values else None
 
 
-def metric_of(runs: Sequence[Run]) -> metrics.Metric:
-    """The main metric of the runs of one job: all have the same."""
+def find_main_metric(runs: Sequence[Run]) -> metrics.Metric:
     return metrics.KNOWN[next((mark.metric for run in runs for mark in run.marks), "accuracy")]
 
 
-def _cost(mark: Mark, name: str) -> float | None:
+def _get_cost(mark: Mark, name: str) -> float | None:
     return float(mark.down_bytes + mark.up_bytes) if name == "bytes" else getattr(mark, name)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _compute_mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _sd(values: Sequence[float | None]) -> float | None:
+def _compute_deviation(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
 
@@ -113,45 +114,50 @@ def _sd(values: Sequence[float | None]) -> float | None:
 # -- for people -----------------------------------------------------------------------------------
 
 
-def head(result: dict[str, Any]) -> list[str]:
-    """Of `rows`."""
+def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     unit = " %" if metric.share else ""
-    first = ["method", "seeds", metrics.label(metric), "sd", f"best{unit}", f"held-out{unit}", f"worst tenth{unit}"]
+    first = [
+        "method",
+        "seeds",
+        metrics.axis_label(metric),
+        "sd",
+        f"best{unit}",
+        f"held-out{unit}",
+        f"worst tenth{unit}",
+    ]
     costs = ["rounds", "bytes", "J", "board s", "real s"]
     if result["target"] is None:
         return [*first, *costs]
-    return [*first, f"to {metrics.scale(metric) * result['target']:g}{unit}: seeds", *costs]
+    return [*first, f"to {metrics.display_factor(metric) * result['target']:g}{unit}: seeds", *costs]
 
 
-def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The table's cells; costs to the target if there is one, else in all."""
-    found, scale = [], metrics.scale(metrics.KNOWN[result["metric"]])
+def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """Return the table as text cells, with costs up to the target or in total."""
+    found, scale = [], metrics.display_factor(metrics.KNOWN[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
         values = [row[name] for name in ("accuracy", "sd", "best", "held", "worst_decile")]
-        cells += [_cell(value, scale, 2 if scale > 1 else 4) for value in values]
+        cells += [_format_value(value, scale, 2 if scale > 1 else 4) for value in values]
         costs = row["in_all"]
         if result["target"] is not None:
             costs = row["to_target"]
             cells.append(f"{row['reached']} of {len(row['seeds'])}")
         moved = costs["bytes"]
-        cells += [_cell(costs["rounds"], 1, 1), "-" if moved is None else units.size(round(moved))]
-        cells += [_figures(costs[name]) for name in ("energy_j", "seconds", "real_s")]
+        cells += [_format_value(costs["rounds"], 1, 1), "-" if moved is None else units.format_bytes(round(moved))]
+        cells += [_format_cost(costs[name]) for name in ("energy_j", "seconds", "real_s")]
         found.append(cells)
     return found
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    """The table as text, and what its columns mean."""
+def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
-    body = [head(result), *rows(result)]
-    return [*columns.table(body, "<>"), "", *notes(result)]
+    body = [make_table_head(result), *format_table_cells(result)]
+    return [*columns.format_table(body, "<>"), "", *make_table_notes(result)]
 
 
-def notes(result: dict[str, Any]) -> list[str]:
-    """Sentences below the table, on the metric and the counting of costs."""
+def make_table_notes(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     counted = (
@@ -177,22 +183,25 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cell(value: float | None, scale: float, digits: int) -> str:
+def _format_value(value: float | None, scale: float, digits: int) -> str:
     return "-" if value is None else f"{scale * value:.{digits}f}"
 
 
-def _figures(value: float | None) -> str:
+def _format_cost(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 # -- pictures -------------------------------------------------------------------------------------
 
 
-def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
-    """File name -> plot: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
+def make_plots(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
+    """Return plots by file name: accuracy over each cost, and at the end.
+
+    Lines are means over seeds with a band of one standard deviation.
+    """
     kind = "test" if any(run.tested for run in runs) else "held-out"
-    metric = metric_of(runs)
-    factor, most = metrics.scale(metric), 100.0 if metric.share else math.inf
+    metric = find_main_metric(runs)
+    factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
     label = f"{kind} {metric.title}{', %' * metric.share}"
     level = None if target is None else factor * target
     heading, found = metric.title[0].upper() + metric.title[1:], {}
@@ -205,44 +214,49 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
     ):
         lines, largest = [], 0.0
         for name in dict.fromkeys(run.method for run in runs):
-            line = _line(name, [run for run in runs if run.method == name], cost)
+            line = _make_mean_line(name, [run for run in runs if run.method == name], cost)
             if line is not None:
                 lines.append(line)
                 largest = max([largest, *line.x])
         if not lines:
             continue
         whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
-        scale, prefix = (1.0, "") if whole else units.unit(largest)
+        scale, prefix = (1.0, "") if whole else units.select_prefix(largest)
         scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
         name = FILES.get(cost, cost)
-        found[f"accuracy-{name}.svg"] = plots.lines(
+        found[f"accuracy-{name}.svg"] = plots.plot_lines(
             scaled, f"{heading} {title}", prefix + unit, label, level=level, most=most
         )
     ends = [
-        plots.Dots(name, [factor * value for run in runs if run.method == name and (value := _last(run)) is not None])
+        plots.Dots(
+            name, [factor * value for run in runs if run.method == name and (value := _get_last_value(run)) is not None]
+        )
         for name in dict.fromkeys(run.method for run in runs)
     ]
-    found["accuracy-end.svg"] = plots.dots(ends, f"{heading} at the end, a dot for each seed", label, most=most)
+    found["accuracy-end.svg"] = plots.plot_dots(ends, f"{heading} at the end, a dot for each seed", label, most=most)
     return found
 
 
-def _last(run: Run) -> float | None:
+def _get_last_value(run: Run) -> float | None:
     return run.marks[-1].value if run.marks else None
 
 
-def _line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
-    """Means over seeds at the numbers of rounds that all of them have; None: the cost is not known."""
+def _make_mean_line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
+    # None if a cost is unknown, and only at numbers of rounds that all seeds have
     by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
     common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
     x, y, low, high = [], [], [], []
-    metric = metric_of(runs)
-    factor, most = metrics.scale(metric), 1.0 if metric.share else math.inf
+    metric = find_main_metric(runs)
+    factor, most = metrics.display_factor(metric), 1.0 if metric.share else math.inf
     for number in common:
         marks = [marks[number] for marks in by_rounds]
-        at, value = _mean([_cost(mark, cost) for mark in marks]), _mean([mark.value for mark in marks])
+        at, value = (
+            _compute_mean([_get_cost(mark, cost) for mark in marks]),
+            _compute_mean([mark.value for mark in marks]),
+        )
         if at is None or value is None:
             return None
-        spread = _sd([mark.value for mark in marks]) or 0.0
+        spread = _compute_deviation([mark.value for mark in marks]) or 0.0
         x.append(at)
         y.append(factor * value)
         low.append(factor * max(value - spread, 0.0))
@@ -251,27 +265,27 @@ def _line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
     return plots.Line(name, x, y, low if banded else (), high if banded else ()) if x else None
 
 
-def write(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
-    """Write compare.json, compare.html and the plots into `out`; their places, and where a larger table has gone.
+def write_files(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
+    """Write compare.json, compare.html and the plots into `out`. Return their paths and any notes.
 
-    A table in `out` that holds runs which this one lacks, or more rounds of one, is moved into a folder of its own.
+    An earlier table with runs or rounds that this one lacks is moved into a folder of its own.
 
     Raises:
-        StoreError: they cannot be written.
+        StoreError: If the files cannot be written.
     """
-    moved = _set_aside(runs, out)
-    pictures = drawn(runs, result["target"]) if result["table"] else {}
+    moved = _archive_larger_table(runs, out)
+    pictures = make_plots(runs, result["target"]) if result["table"] else {}
     files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
-    files |= {name: plots.alone(plot) for name, plot in pictures.items()}
+    files |= {name: plots.render_file(plot) for name, plot in pictures.items()}
     params = [f"{run.method}: {msgspec.json.encode(run.params).decode()}" for run in runs]
-    files["compare.html"] = page.render(
+    files["compare.html"] = page.render_page(
         "compare.html",
         job=result["job"],
         metric=metrics.KNOWN[result["metric"]].title,
         accuracy_on=result["accuracy_on"],
-        table=page.Table(head(result), rows(result)),
-        notes=notes(result),
-        plots=page.drawn(*pictures.values()),
+        table=page.Table(make_table_head(result), format_table_cells(result)),
+        notes=make_table_notes(result),
+        plots=page.render_plots(*pictures.values()),
         params=list(dict.fromkeys(params)),
         failed=result["failed"],
     )
@@ -283,14 +297,13 @@ def write(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
     return [*moved, *(str(out / name) for name in files)]
 
 
-def _set_aside(runs: Sequence[Run], out: Path) -> list[str]:
-    """Move an earlier table and its pictures away, if these runs do not contain it; a sentence on it."""
+def _archive_larger_table(runs: Sequence[Run], out: Path) -> list[str]:
     try:
         earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_Written).runs
     except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole
         return []
-    now = {(run.method, run.seed): _rounds(run) for run in runs}
-    lost = [run for run in earlier if now.get((run.method, run.seed), -1) < _rounds(run)]
+    now = {(run.method, run.seed): _count_rounds(run) for run in runs}
+    lost = [run for run in earlier if now.get((run.method, run.seed), -1) < _count_rounds(run)]
     if not lost:
         return []
     place = next(path for i in itertools.count(1) if not (path := out / f"earlier-{i}").exists())
@@ -305,11 +318,9 @@ def _set_aside(runs: Sequence[Run], out: Path) -> list[str]:
     return [f"the table that was here held more ({names}): it is in {place} now"]
 
 
-def _rounds(run: Run) -> int:
+def _count_rounds(run: Run) -> int:
     return run.marks[-1].rounds if run.marks else 0
 
 
 class _Written(msgspec.Struct):
-    """Part of compare.json that gives the size of its table."""
-
     runs: list[Run]

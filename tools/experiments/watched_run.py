@@ -1,7 +1,7 @@
-"""A whole job on a simulated fleet, kept in a coordinator's home: what `fedquilt.simulate` does.
+"""One job on a simulated fleet with a stored event log, as run by `fedquilt.simulate`.
 
-The same executor, members, boards and submission checks as a comparison's runs, with one difference: devices are
-trained one by one, so that every state is, bit for bit, that of `fedquilt fleet` with the same job.
+Devices are trained one by one, so that each state is bit-identical to that of `fedquilt fleet` with the same job. All
+else is as in the runs of a comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.core import FedquiltError
 from fedquilt.tools.experiments.beside import Judge, Verdict
-from fedquilt.tools.experiments.single_run import due, shares
+from fedquilt.tools.experiments.single_run import is_evaluation_due, load_devices
 from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.simulation.carriers import Hands
@@ -32,14 +32,14 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 Watch = Callable[[Simulation], None]
 
 
-def evaluated(job: Job) -> Job:
-    """The job as it is simulated: one without a [check] is evaluated beside its rounds, every round."""
+def add_evaluation(job: Job) -> Job:
+    """Return the job with an evaluation outside of each round if the job has no [check]."""
     if job.check.every or methods.load(job.method).check is None:
         return job
     return msgspec.structs.replace(job, check=Check(every=1, beside=True))
 
 
-def play(
+def run_job(
     job: Job,
     folder: Path,
     home: Path,
@@ -51,29 +51,29 @@ def play(
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
 ) -> str:
-    """Run a job to its end, or continue its unfinished run in that home; returns the run's id.
+    """Run a job to its end, or resume its unfinished run, and return the run id.
 
-    With [check] beside = true, the global model is evaluated after every `check.every` rounds on all devices' held-out
-    shares; with any [check], and after the last round, on the test set if the job has one. Neither costs a device
-    anything. The results are beside the log (`fedquilt.coordinator.views.scores`).
+    With [check] beside = true, the model is evaluated on all held-out shares after every `check.every` rounds. With
+    any [check], and after the last round, the model is evaluated on the test set if the job has one. Scores are
+    stored next to the log (`fedquilt.coordinator.views.scores`).
 
     Args:
-        job: with data and a fleet.
-        folder: the job's bundle.
-        home: folder of the run.
-        workers: processes; None: one for each core, of this machine or of the Ray cluster.
+        job: Job with data and a fleet.
+        folder: Bundle of the job.
+        home: Folder of the run.
+        workers: Number of worker processes, or None for one per core.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        mixed: permit machines that differ in processor, GPU and libraries.
-        heard: called with each fact of the run.
-        begun: called with the run's id before its first round.
-        watch: called before the first round, after each, and at the end.
+        mixed: Permit machines that differ in processor, GPU and libraries.
+        heard: Function called with each event of the run.
+        begun: Function called with the run id before the first round.
+        watch: Function called before the first round, after each round, and at the end.
 
     Raises:
-        FedquiltError: the job does not fit its bundle, data or fleet, or the run has failed; gives the reason.
+        FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
     """
-    made = Plan(job, folder, home).require()
-    preflight.first_state(job, made)
-    members, test = shares(job, folder)
+    made = Plan(job, folder, home).validate()
+    preflight.create_initial_state(job, made)
+    members, test = load_devices(job, folder)
     ran: list[Simulation] = []
     with Judge(job, folder, test) as judge:
 
@@ -81,8 +81,8 @@ def play(
             if not ran:
                 ran.append(simulation)
                 begun(simulation.run)
-            if due(simulation, job.check.every):
-                _keep(home, simulation, lambda: judge.look(simulation, hands, shares=job.check.beside))
+            if is_evaluation_due(simulation, job.check.every):
+                _store_evaluation(home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside))
             watch(simulation)
 
         simulate(
@@ -102,31 +102,31 @@ def play(
     return ran[0].run
 
 
-def told(plan: Plan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False) -> tuple[str, str]:
-    """Run a plan's job as it is, and print its rounds and what computes them. Returns (run, how it ended).
+def run_and_print(plan: Plan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False) -> tuple[str, str]:
+    """Run the job of a plan, and print its rounds. Return the run id and its final status.
 
     Args:
-        plan: of the fleet.
-        workers: as of `play`.
-        engine: as of `play`.
-        mixed: as of `play`.
-        wordy: print every fact.
+        plan: Plan of the fleet.
+        workers: As in `run_job`.
+        engine: As in `run_job`.
+        mixed: As in `run_job`.
+        wordy: Print every event.
 
     Raises:
-        FedquiltError: as `play`, but for a run that has failed or was stopped.
+        FedquiltError: If `run_job` raises it and the run has neither failed nor been stopped.
     """
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     seen: list[Simulation] = []
     runs: list[str] = []
     console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0)
 
-    def begun(run: str) -> None:
+    def print_machines(run: str) -> None:
         runs.append(run)
-        for line in machines.lines(machines.read(plan.home, run)):
-            console.say(f"{run} on {line}")
+        for line in machines.format_machines(machines.read_machines(plan.home, run)):
+            console.report(f"{run} on {line}")
 
     try:
-        run = play(
+        run = run_job(
             job,
             plan.bundle,
             plan.home,
@@ -134,27 +134,26 @@ def told(plan: Plan, *, workers: int | None, engine: str, mixed: bool, wordy: bo
             engine=engine,
             mixed=mixed,
             heard=console.observe,
-            begun=begun,
+            begun=print_machines,
             watch=seen.append,
         )
     except FedquiltError:
         with Store(plan.home, durable=False) as store:
-            ended = store.status(runs[0]) if runs else "running"
+            ended = store.stored_status(runs[0]) if runs else "running"
         if ended not in ("failed", "stopped"):
             raise
         return runs[0], ended
     return run, "done"
 
 
-def _keep(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> None:
-    """Evaluate a state and write what is found, unless that has been done."""
+def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> None:
     with Store(home, durable=False) as store:
-        row = store.job(simulation.run)
-    found = scores.read(home, row)
-    if simulation.done in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
+        row = store.find_job(simulation.run)
+    found = scores.read_scores(home, row)
+    if simulation.completed_rounds in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
         return
     verdict = look()
     test = (*found.scores, verdict.test) if verdict.test else found.scores
     held = (*found.held, verdict.held) if verdict.held else found.held
     devices = dict(verdict.devices) or found.devices
-    scores.write(scores.file(home, row.id), scores.Scores(found.test, test, held, devices))
+    scores.write_scores(scores.scores_path(home, row.id), scores.Scores(found.test, test, held, devices))

@@ -1,4 +1,7 @@
-"""`fedquilt flash`: an agent onto a board, from the operator's machine.
+"""Installation of fedquilt on boards from the operator's machine (`fedquilt flash`).
+
+`bundle` builds one bundle and `install` installs it: into a mounted root file system, into a disk image (`image`), onto
+a running board through ssh (`remote`), or from an archive on the board. `fleet` does this for every board of a table.
 
 One bundle is built (`bundle`), and installed by what travels in it (`install`): into a mounted root file
 system from here, into the root file system of a disk image (`image`), onto a running board through ssh (`remote`), or
@@ -25,8 +28,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Where:
-    """One of the four: a mounted root, a disk image, a running board, an archive."""
-
     rootfs: Path | None = None
     image: Path | None = None  # that is copied; the copy gets fedquilt
     out: Path | None = None  # the copy; None: fedquilt-DEVICE.img
@@ -38,7 +39,7 @@ class Where:
 
 @dataclass(frozen=True)
 class What:
-    """One board's bundle. See `bundle.board`, `targets.find`, `wheels.house`."""
+    """Settings and packages of one board's bundle."""
 
     target: str
     settings: Path = Path()  # none for an upgrade
@@ -59,66 +60,61 @@ class What:
 
 
 def flash(what: What, where: Where, say: Say = print) -> None:
-    """Build a board's bundle and put it where it goes.
+    """Build a board's bundle and install or write it at its destination.
 
     Raises:
-        JobError: a target, setting or place that cannot be used.
-        LinkError: the board cannot be reached, or its installation failed.
-        StoreError: a folder here cannot be used.
+        JobError: If a target, setting or destination is unusable.
+        LinkError: If the board is unreachable, or its installation failed.
+        StoreError: If a local folder is unusable.
     """
-    target = targets.find(what.target, what.python, what.interpreter)
+    target = targets.find_target(what.target, what.python, what.interpreter)
     board: bundle.Board | Coordinator
     if what.role == "coordinator":
-        board = coordinator.read(what.settings)
+        board = coordinator.read_coordinator_files(what.settings)
     else:
-        board = bundle.board(what.settings, what.device, what.token, what.budget, what.labels)
+        board = bundle.read_board_files(what.settings, what.device, what.token, what.budget, what.labels)
         if board.enrols and not board.files.keys() & {"token", "device.crt"}:
             say(
                 f"without --token {board.device} enrols only if it was enrolled before: "
                 f"`fedquilt enrol token {board.device} --out FILE` makes one"
             )
-    brings = _brings(what, target)
+    brings = _includes_python(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
         with ExitStack() as stack:
-            root = None if where.rootfs is None else _mounted(where, say)
+            root = None if where.rootfs is None else _open_mounted_root(where, say)
             copied = None
             if where.image is not None:
                 out = where.out or Path(f"fedquilt-{board.device}.img")
-                copied = stack.enter_context(image.opened(where.image, out, target.interpreter, say))
+                copied = stack.enter_context(image.open_image_copy(where.image, out, target.interpreter, say))
                 root = copied.root
                 root.dry_run = where.dry_run
             if root is not None:
-                install.check(root, asked)
+                install.check_compatibility(root, asked)
             host = None if where.ssh is None else Host(where.ssh, where.ssh_options)
-            user_is_root = host is not None and host.check(target.machine, target.interpreter, brings)
-            files = _files(what, target, board, say)
+            user_is_root = host is not None and host.check_board(target.machine, target.interpreter, brings)
+            files = _collect_files(what, target, board, say)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
             if root is not None:
-                bundle.write(files, scratch / TOP)
-                changes = install.install(scratch / TOP, root)
+                bundle.write_folder(files, scratch / TOP)
+                changes = install.install_bundle(scratch / TOP, root)
                 say(
                     f"{changes} things {'would change' if where.dry_run else 'changed'}"
                     if changes
                     else "nothing to do: all is so already"
                 )
                 if copied is not None and not where.dry_run:
-                    copied.finish()
+                    copied.save_image()
             elif host is not None:
-                bundle.pack(files, scratch / "bundle.tar", TOP)
-                host.install(scratch / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
+                bundle.write_archive(files, scratch / "bundle.tar", TOP)
+                host.install_archive(scratch / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
             else:
-                _archive(files, where, f"fedquilt-{board.device}", say)
+                _write_archive(files, where, f"fedquilt-{board.device}", say)
     except install.Refused as error:
         raise JobError(str(error)) from None
 
 
-def _brings(what: What, target: targets.Target) -> bool:
-    """Whether a Python comes along; one that is needed is there, and of the target's version.
-
-    Raises:
-        JobError: it is missing, or another.
-    """
+def _includes_python(what: What, target: targets.Target) -> bool:
     if what.own_python is None:
         if target.brings:
             raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")
@@ -131,18 +127,21 @@ def _brings(what: What, target: targets.Target) -> bool:
         )
     from fedquilt.tools.flash import own_python  # it is a program too
 
-    if (version := own_python.check(what.own_python)) != target.python:
+    if (version := own_python.read_python_version(what.own_python)) != target.python:
         raise JobError(f"--own-python {what.own_python} holds Python {version}: say --python {version}")
     return True
 
 
-def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator, say: Say) -> dict[str, bytes | Path]:
-    """The bundle's files, with the wheels that are missing here downloaded."""
+def _collect_files(
+    what: What, target: targets.Target, board: bundle.Board | Coordinator, say: Say
+) -> dict[str, bytes | Path]:
     own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
     extras = sorted({*what.extras, *own})
-    cache = what.wheels or _cache()
-    house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
-    files = bundle.contents(
+    cache = what.wheels or _default_wheel_cache()
+    house, lock = wheels.collect_wheels(
+        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh
+    )
+    files = bundle.collect_files(
         board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python
     )
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
@@ -150,32 +149,34 @@ def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator
     return files
 
 
-def upgrade(what: What, out: Path, authority: Path, *, whole: bool = False, say: Say = print) -> None:
-    """Write the bundle of an upgrade over the air, for every board of a target. `what`: without settings.
+def write_upgrade_bundle(what: What, out: Path, authority: Path, *, whole: bool = False, say: Say = print) -> None:
+    """Write the bundle of an over-the-air upgrade, for every board of a target.
 
     Raises:
-        JobError: a target, extra or index that cannot be used.
-        StoreError: it cannot be written.
+        JobError: If a target, extra or index is unusable.
+        StoreError: If the bundle cannot be written.
     """
-    target = targets.find(what.target, what.python, what.interpreter)
-    cache, extras = what.wheels or _cache(), sorted({*what.extras, "identity"})
-    progress.LINE.part("wheels, of which new ones are downloaded", 0, 2)
-    house, _ = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
-    progress.LINE.part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
-    over_the_air.make(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
+    target = targets.find_target(what.target, what.python, what.interpreter)
+    cache, extras = what.wheels or _default_wheel_cache(), sorted({*what.extras, "identity"})
+    progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
+    house, _ = wheels.collect_wheels(
+        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh
+    )
+    progress.LINE.set_part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
+    over_the_air.make_bundle(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
 
 
-def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:
-    """Take fedquilt out of a mounted root or a running board.
+def remove_installation(where: Where, *, purge: bool = False, say: Say = print) -> None:
+    """Remove fedquilt from a mounted root or a running board.
 
     Raises:
-        JobError: no such place.
-        LinkError: the board cannot be reached, or has no fedquilt.
+        JobError: If `where` is an image or an archive.
+        LinkError: If the board is unreachable or does not have fedquilt.
     """
     arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * where.dry_run]
     try:
         if where.rootfs is not None:
-            changes = install.uninstall(_mounted(where, say), purge=purge)
+            changes = install.uninstall(_open_mounted_root(where, say), purge=purge)
             say(f"{changes} things {'would be' if where.dry_run else 'were'} removed")
         elif where.ssh is not None:
             Host(where.ssh, where.ssh_options).uninstall(arguments)
@@ -185,7 +186,7 @@ def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:
         raise JobError(str(error)) from None
 
 
-def _mounted(where: Where, say: Say) -> install.Root:
+def _open_mounted_root(where: Where, say: Say) -> install.Root:
     assert where.rootfs is not None
     if not where.rootfs.is_dir():
         raise JobError(f"--rootfs {where.rootfs} is no folder: mount the board's root file system there")
@@ -194,15 +195,15 @@ def _mounted(where: Where, say: Say) -> install.Root:
     return install.Root(where.rootfs, where.dry_run, say)
 
 
-def _archive(files: dict[str, bytes | Path], where: Where, top: str, say: Say) -> None:
+def _write_archive(files: dict[str, bytes | Path], where: Where, top: str, say: Say) -> None:
     path = where.tar or Path(f"{top}.tar")
     if where.dry_run:
         for name in sorted(files):
             say(f"would pack {name}")
         return
-    size = bundle.pack(files, path, top)
+    size = bundle.write_archive(files, path, top)
     say(f"{path}: {size / 1e6:.1f} MB. On the board: tar -xf {path.name} && sudo sh {top}/install.sh")
 
 
-def _cache() -> Path:
+def _default_wheel_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"

@@ -1,4 +1,4 @@
-"""A bundle: one folder, or tar archive, with all that a board needs. Nothing is fetched when it is installed.
+"""Bundle for a board: a folder or tar archive that installs without a network.
 
 bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf  requirements.txt
 python.tar, if the board's own Python is too old
@@ -51,8 +51,6 @@ MODELS: Final = "/var/lib/fedquilt-models"  # folder that agent and runner share
 
 @dataclass(frozen=True)
 class Board:
-    """Files for /etc/fedquilt of one board, by name, and the facts that its units need."""
-
     device: str
     files: Mapping[str, bytes]
     budget_bytes: int | None  # None: half of the board's memory
@@ -63,36 +61,35 @@ class Board:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Extras of fedquilt that the board needs."""
         identity = ("identity",) if self.enrols or "ca.crt" in self.files else ()
         return identity if self.serve is None else (*identity, "images", "onnx")
 
 
-def board(
+def read_board_files(
     path: Path,
     device: str | None = None,
     token: Path | None = None,
     budget: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Board:
-    """Settings of one board, from its operator's agent.toml and the files named there.
+    """Read the settings of one board from an agent.toml and the files named there.
 
-    With a `url` under [enrol], the board makes a missing certificate and key itself.
+    With a `url` under [enrol], the board creates a missing certificate and key.
 
     Args:
-        path: the agent.toml.
-        device: another name than the file's: one file can serve many boards.
-        token: one-time enrolment token.
-        budget: another budget than the file's, such as "1GB".
-        labels: other labels than the file's, words as of `fedquilt.labels`.
+        path: The agent.toml.
+        device: A name that replaces the file's, because one file can serve many boards.
+        token: File of a one-time enrolment token.
+        budget: A memory budget that replaces the file's, such as "1GB".
+        labels: Labels that replace the file's.
 
     Raises:
-        JobError: settings, a file or certificates are unusable, or would not be found on the board.
+        JobError: If settings, a file or certificates are unusable, or a path would be missing on the board.
     """
     given = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
     others = {key: value for key, value in given.items() if value is not None}
-    table = {**config.read(path), **others, "home": HOME}
-    known = _parsed(path, table)
+    table = {**config.read_toml(path), **others, "home": HOME}
+    known = _parse_settings(path, table)
     enrols = known.enrol.url is not None
     broker = dict(table.get("broker", {}))
     here: dict[str, Any] = {key: str(path.parent / value) if key in NAMES else value for key, value in broker.items()}
@@ -105,41 +102,40 @@ def board(
         broker |= {key: f"{ETC}/{NAMES[key]}" for key in ("cert", "key")}
     elif token is not None:
         raise JobError(f'{path}: a token is for a board that enrols: write url = "https://HOST:8884" under [enrol]')
-    Broker.parse(**{"url": known.broker.url, **here})
+    Broker.from_url(**{"url": known.broker.url, **here})
     files: dict[str, bytes] = {}
     for key, name in NAMES.items():
         if key in here:
-            files[name], broker[key] = _read(Path(here[key])), f"{ETC}/{name}"
-    if known.profile is not None and profiles.is_name(known.profile) and not (path.parent / known.profile).exists():
-        profiles.find(known.profile)  # a known profile ships with the agent
+            files[name], broker[key] = _read_file(Path(here[key])), f"{ETC}/{name}"
+    if (
+        known.profile is not None
+        and profiles.is_board_name(known.profile)
+        and not (path.parent / known.profile).exists()
+    ):
+        profiles.find_board_profile(known.profile)  # a known profile ships with the agent
     elif known.profile is not None:
-        files["profile.toml"], table["profile"] = _read(path.parent / known.profile), f"{ETC}/profile.toml"
-        profiles.parse(files["profile.toml"].decode(errors="replace"), known.profile)
+        files["profile.toml"], table["profile"] = _read_file(path.parent / known.profile), f"{ETC}/profile.toml"
+        profiles.parse_board_profile(files["profile.toml"].decode(errors="replace"), known.profile)
     if token is not None:
-        files["token"] = _read(token)
+        files["token"] = _read_file(token)
         if not re.fullmatch(rb"[A-Za-z0-9_-]+\s*", files["token"]):
             raise JobError(f"{token} holds no token: `fedquilt enrol token {known.device} --out FILE` writes one")
-    for place in _places(table.get("data", {})):
+    for place in _data_paths(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
-    with config.naming(str(path)):
-        models = _models(known.models)
+    with config.prefix_errors(str(path)):
+        models = _resolve_model_folder(known.models)
     if models is not None:
         table["models"] = {**table.get("models", {}), "folder": models}
-    files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
-    most = None if known.budget is None else agents.size_bytes(known.budget)
-    limits = _limits(known.governor, table.get("profile"))
+    files["agent.toml"] = config.format_toml({**table, **({"broker": broker} if broker else {})}).encode()
+    most = None if known.budget is None else agents.parse_size(known.budget)
+    limits = _clock_helper_arguments(known.governor, table.get("profile"))
     return Board(known.device, files, most, enrols, limits, models, known.models.serve)
 
 
-def _models(table: agents.ModelSettings) -> str | None:
-    """Folder of the models on the board; None: in the agent's home, which no other user may read.
-
-    Raises:
-        JobError: a unit cannot name that folder, or the runner cannot answer at that address.
-    """
+def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
     if table.serve is not None:
-        host, _ = open_metrics.address(table.serve)
+        host, _ = open_metrics.parse_address(table.serve)
         if host not in LOOPBACK or re.search(ODD, table.serve):
             raise JobError(
                 f"[models] serve = {table.serve!r}: the runner answers its own board alone, at 127.0.0.1:PORT; who "
@@ -160,8 +156,7 @@ def _models(table: agents.ModelSettings) -> str | None:
     return clean
 
 
-def _limits(governor: agents.GovernorSettings, profile: str | None) -> tuple[str, ...]:
-    """Arguments by which the clock helper, too, enforces the bounds under [governor]; () if there are none."""
+def _clock_helper_arguments(governor: agents.GovernorSettings, profile: str | None) -> tuple[str, ...]:
     told = [] if governor.max_w is None else ["--max-w", f"{governor.max_w:g}"]
     if told and profile is not None:
         told += ["--profile", profile]
@@ -170,18 +165,18 @@ def _limits(governor: agents.GovernorSettings, profile: str | None) -> tuple[str
     return tuple(told)
 
 
-def _parsed(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
+def _parse_settings(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
     try:
-        return agents.parse(table)
+        return agents.parse_settings(table)
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-def _places(data: Any) -> list[str]:
+def _data_paths(data: Any) -> list[str]:
     return [one["path"] for one in (data, *data.get("sources", ())) if isinstance(one.get("path"), str) and one["path"]]
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -191,42 +186,38 @@ def _read(path: Path) -> bytes:
 # -- units ----------------------------------------------------------------------------------------
 
 
-def units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
-    """The systemd units of one board or coordinator, as its version of systemd takes them.
+def render_units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
+    """Render the systemd units of one board or coordinator for a version of systemd.
 
     Raises:
-        JobError: systemd is too old for a coordinator.
+        JobError: If systemd is too old for a coordinator.
     """
     if isinstance(board, Coordinator):
         left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         others = (*OF_AGENT, *(name for name, words in left.items() if words is None))
-        return _filled(others, coordinator.words(board, systemd), systemd)
+        return _render_templates(others, coordinator.template_values(board, systemd), systemd)
     others = (*OF_COORDINATOR, *["fedquilt-enrol"] * (not board.enrols), *[OF_RUNNER] * (board.serve is None))
-    return _filled(others, _words(board, systemd), systemd)
+    return _render_templates(others, _template_values(board, systemd), systemd)
 
 
-def _words(board: Board, systemd: int) -> dict[str, str]:
-    """Values for the templates of a board's units, by their words."""
+def _template_values(board: Board, systemd: int) -> dict[str, str]:
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
     return {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
         "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
-        "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
+        "CREDENTIALS": "\n".join(_secret_lines(name, systemd) for name in secrets),
         "LIMITS": "".join(f" {word}" for word in board.limits),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
         "MODELS": board.models or "",
         "SERVE": board.serve or "",
-        **_folder(board),
+        **_model_folder_lines(board),
     }
 
 
-def _folder(board: Board) -> dict[str, str]:
-    """Lines of a unit that make a missing folder of models, and let the agent write it.
-
-    Where there is a runner, its group may write too, and nobody may remove what is another's (the mode's 3).
-    """
+def _model_folder_lines(board: Board) -> dict[str, str]:
+    # mode 3770: the runner's group may write, and only the owner of a file may remove that file
     if board.models is None:
         return {"WRITES": "", "FOLDER": "", "ABOVE": ""}
     group, mode = ("fedquilt", "0750") if board.serve is None else ("fedquilt-runner", "3770")
@@ -238,12 +229,12 @@ def _folder(board: Board) -> dict[str, str]:
     }
 
 
-def _filled(others: Sequence[str], words: Mapping[str, str], systemd: int) -> dict[str, bytes]:
+def _render_templates(others: Sequence[str], words: Mapping[str, str], systemd: int) -> dict[str, bytes]:
     made = {}
     for path in sorted((HERE / "units").iterdir()):
         if path.stem in others:
             continue
-        text = fill(path.read_text(encoding="utf-8"), words)
+        text = fill_template(path.read_text(encoding="utf-8"), words)
         if systemd < 247:
             text = re.sub(r"^(Exec\w+=[-+]*)(?=systemd-|systemctl )", r"\1/bin/", text, flags=re.MULTILINE)
         if systemd < 239:  # an unknown group of calls would leave next to nothing allowed
@@ -252,16 +243,15 @@ def _filled(others: Sequence[str], words: Mapping[str, str], systemd: int) -> di
     return made
 
 
-def _handed(name: str, systemd: int) -> str:
-    """Lines of a unit that hand a secret of root's to the agent: as a credential, or as a copy in a private folder."""
+def _secret_lines(name: str, systemd: int) -> str:
     if systemd >= 247:
         return f"LoadCredential={name}:{ETC}/{name}"
     copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"
     return f"RuntimeDirectory=fedquilt-agent\nRuntimeDirectoryMode=0700\nExecStartPre=+{copy}"
 
 
-def fill(text: str, words: Mapping[str, str]) -> str:
-    """Fill each @WORD@ of a template; a line that holds only an empty word is left out."""
+def fill_template(text: str, words: Mapping[str, str]) -> str:
+    """Replace each @WORD@ of a template by its value. Lines with only an empty value are dropped."""
     lines = []
     for line in text.splitlines():
         filled = line
@@ -275,7 +265,7 @@ def fill(text: str, words: Mapping[str, str]) -> str:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def contents(
+def collect_files(
     board: Board | Coordinator,
     target: Target,
     house: Sequence[Path],
@@ -284,19 +274,19 @@ def contents(
     system_packages: bool = False,
     own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
-    """Files of a bundle: name -> bytes, or the path of a file that has them."""
+    """Collect the files of a bundle by name: their bytes, or the path of a file with the content."""
     brought = {} if own_python is None else {PYTHON: own_python}
-    digests = {path.name: wheels.sha256(path) for path in house}
-    digests |= {name: wheels.sha256(path) for name, path in brought.items()}
+    digests = {path.name: wheels.file_sha256(path) for path in house}
+    digests |= {name: wheels.file_sha256(path) for name, path in brought.items()}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
     files |= brought
     files |= {f"etc/{name}": data for name, data in board.files.items()}
-    files |= {f"units/{name}": data for name, data in units(board, target.systemd).items()}
+    files |= {f"units/{name}": data for name, data in render_units(board, target.systemd).items()}
     files["requirements.txt"] = lock.encode()
     programs = {"sysusers.conf": HERE / "sysusers.conf", "install.py": HERE / "install.py"}
     programs |= {"environment.py": Path(environment.__file__), "launch.py": Path(launch.__file__)}
     files |= {name: path.read_bytes() for name, path in programs.items()}
-    script = fill((HERE / "install.sh").read_text(encoding="utf-8"), {"INTERPRETER": target.interpreter})
+    script = fill_template((HERE / "install.sh").read_text(encoding="utf-8"), {"INTERPRETER": target.interpreter})
     files["install.sh"] = script.encode()
     brings = [files[name] for name in install.BROUGHT]
     names = (*sorted(digests.items()), target.interpreter, system_packages, *brings)
@@ -314,27 +304,26 @@ def contents(
         "own_python": own_python is not None,
         "unpacked_bytes": sum(map(unpacked_bytes, house)) + sum(one.stat().st_size for one in brought.values()),
         "secret": sorted(SECRET & set(files)),
-        "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
+        "files": {name: _file_digest(name, data, digests) for name, data in sorted(files.items())},
     }
     files["bundle.json"] = (json.dumps(manifest, indent=1) + "\n").encode()
     return files
 
 
-def _digest(name: str, data: bytes | Path, digests: Mapping[str, str]) -> str:
+def _file_digest(name: str, data: bytes | Path, digests: Mapping[str, str]) -> str:
     return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else digests[name.removeprefix("wheels/")]
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Bytes of all files in a wheel."""
     with zipfile.ZipFile(path) as archive:
         return sum(entry.file_size for entry in archive.infolist())
 
 
-def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
-    """Write the bundle as a folder, its secrets readable by this user alone.
+def write_folder(files: Mapping[str, bytes | Path], folder: Path) -> None:
+    """Write the files of a bundle as a folder. Only the current user may read the secrets.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If the folder cannot be written.
     """
     with doing(f"write {folder}"):
         for name, data in files.items():
@@ -347,17 +336,17 @@ def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
                 path.write_bytes(data)
 
 
-def pack(files: Mapping[str, bytes | Path], path: Path, top: str = "", *, private: bool = True) -> int:
-    """Write files as a tar archive; returns its size in bytes. The same files make the same bytes.
+def write_archive(files: Mapping[str, bytes | Path], path: Path, top: str = "", *, private: bool = True) -> int:
+    """Write files as a tar archive and return its size in bytes. Same files give same bytes.
 
     Args:
-        files: name -> content, or the file that has it.
-        path: of the archive.
-        top: folder that all names are put into; "": none.
-        private: only this user reads the archive, as it may hold a key or a token.
+        files: Content of each file, or the path of a file with the content, by name.
+        path: Path of the archive.
+        top: Folder inside the archive for all files, or "" for none.
+        private: Whether only the current user may read the archive, which may contain a key or a token.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If the archive cannot be written.
     """
     with doing(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

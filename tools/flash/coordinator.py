@@ -1,4 +1,4 @@
-"""What a coordinator's machine gets: settings of `fedquilt serve`, `enrol serve` and `dash`, as files and words.
+"""Settings of a coordinator's machine (coordinator.toml), as files and command arguments.
 
     fleet = "site"
     metrics = "127.0.0.1:9464"
@@ -44,7 +44,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
 
 
 class BrokerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[broker]: as the options of `fedquilt serve`; files lie beside the settings."""
+    """The [broker] table. File names are relative to the settings."""
 
     url: str
     ca: str | None = None
@@ -54,31 +54,23 @@ class BrokerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EnrolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[enrol]: as the options of `fedquilt enrol serve`."""
-
     hosts: tuple[str, ...] = ()
     port: Annotated[int, Meta(ge=1, le=65535)] = 8884
 
 
 class DashTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[dash]: as the options of `fedquilt dash`."""
-
     listen: str = "127.0.0.1:8080"
     actions: bool = False
     names: tuple[str, ...] = ()
 
 
 class BlobsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[blobs]: as the options --blobs-http, --blobs-url and --blobs-s3 of `fedquilt serve`."""
-
     http: str | None = None
     url: str | None = None
     s3: str | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A coordinator.toml."""
-
     broker: BrokerTable
     fleet: Name = "fleet"
     metrics: str | None = None
@@ -88,8 +80,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coordinator(msgspec.Struct, frozen=True):
-    """Files for /etc/fedquilt by name, and the words of its units' commands."""
-
     files: dict[str, bytes]
     serve: tuple[str, ...]
     enrol: tuple[str, ...] | None  # None: nothing there enrols boards
@@ -99,7 +89,6 @@ class Coordinator(msgspec.Struct, frozen=True):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Extras of fedquilt that it needs."""
         asked = {
             "identity": self.enrol is not None or "coordinator.crt" in self.files,
             "metrics": "--metrics" in self.serve,
@@ -108,31 +97,31 @@ class Coordinator(msgspec.Struct, frozen=True):
         return tuple(name for name, wanted in asked.items() if wanted)
 
 
-def read(path: Path) -> Coordinator:
-    """Settings of a coordinator's machine, with the files named there.
+def read_coordinator_files(path: Path) -> Coordinator:
+    """Read the settings of a coordinator's machine and the files named there.
 
     Raises:
-        JobError: settings, a file or certificates are unusable.
+        JobError: If settings, a file or certificates are unusable.
     """
-    with config.naming(str(path)):
-        known = config.convert(config.read(path), Settings, "a coordinator's settings")
+    with config.prefix_errors(str(path)):
+        known = config.convert_table(config.read_toml(path), Settings, "a coordinator's settings")
         given = {key: getattr(known.broker, key) for key in FILES if getattr(known.broker, key) is not None}
         here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
-        Broker.parse(known.broker.url, **here)
+        Broker.from_url(known.broker.url, **here)
         blobs = {name: value for name in ("http", "url", "s3") if (value := getattr(known.blobs, name)) is not None}
         for key, address in (("[broker] url", known.broker.url), *((f"[blobs] {name}", blobs[name]) for name in blobs)):
             if odd := re.search(r"[\s%$\"'\\]", address):
                 raise JobError(f"{key}: {odd[0]!r} has no place in an address")
         Where(known.blobs.http, known.blobs.url)
         if known.metrics is not None:
-            open_metrics.address(known.metrics)
+            open_metrics.parse_address(known.metrics)
         if known.enrol is not None:
-            _hosts("[enrol] hosts", known.enrol.hosts)
+            _check_hosts("[enrol] hosts", known.enrol.hosts)
         if known.dash is not None:
-            host, _ = open_metrics.address(known.dash.listen)
-            _hosts("[dash] listen", [host])
-            _hosts("[dash] names", known.dash.names)
-    files = {FILES[key]: _file(Path(place)) for key, place in here.items()}
+            host, _ = open_metrics.parse_address(known.dash.listen)
+            _check_hosts("[dash] listen", [host])
+            _check_hosts("[dash] names", known.dash.names)
+    files = {FILES[key]: _read_file(Path(place)) for key, place in here.items()}
     words = ["--broker", known.broker.url, "--fleet", known.fleet]
     for key in given:
         folder = "${CREDENTIALS_DIRECTORY}" if FILES[key] in SECRET else ETC
@@ -141,49 +130,49 @@ def read(path: Path) -> Coordinator:
         words += ["--metrics", known.metrics]
     words += [word for name, value in blobs.items() for word in (f"--blobs-{name}", value)]
     files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
-    enrol = None if known.enrol is None else _enrolling(known.enrol)
-    dash = None if known.dash is None else _dash(known.dash)
+    enrol = None if known.enrol is None else _enrol_arguments(known.enrol)
+    dash = None if known.dash is None else _dash_arguments(known.dash)
     return Coordinator(files, tuple(words), enrol, tuple(name for name in SECRET if name in files), dash)
 
 
-def _hosts(key: str, given: Sequence[str]) -> None:
+def _check_hosts(key: str, given: Sequence[str]) -> None:
     if wrong := [host for host in given if not _HOST.fullmatch(host)]:
         raise JobError(f"{key}: {wrong[0]!r} is no name of a host")
 
 
-def _dash(table: DashTable) -> tuple[str, ...]:
+def _dash_arguments(table: DashTable) -> tuple[str, ...]:
     names = ("--name", *table.names) if table.names else ()
     return ("--listen", table.listen, *["--actions"] * table.actions, *names)
 
 
-def _enrolling(table: EnrolTable) -> tuple[str, ...]:
+def _enrol_arguments(table: EnrolTable) -> tuple[str, ...]:
     return ("--port", str(table.port), *(word for host in table.hosts for word in ("--host", host)))
 
 
-def _file(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def words(made: Coordinator, systemd: int) -> dict[str, str]:
-    """What its units' templates are filled with.
+def template_values(made: Coordinator, systemd: int) -> dict[str, str]:
+    """Return the values for the templates of a coordinator's units, by word.
 
     Raises:
-        JobError: its systemd is too old.
+        JobError: If systemd is older than version 247, which introduced credentials.
     """
     if systemd < OLDEST_SYSTEMD:
         raise JobError(f"a coordinator needs systemd {OLDEST_SYSTEMD} or later, and that target has {systemd}")
     return {
         "CONDITIONS": f"ConditionPathExists={ETC}/coordinator.crt" if "coordinator.crt" in made.files else "",
-        "ARGUMENTS": _line(made.serve),
+        "ARGUMENTS": _join_arguments(made.serve),
         "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in made.secrets),
-        "ENROL": _line(made.enrol or ()),
-        "DASH": _line(made.dash or ()),
+        "ENROL": _join_arguments(made.enrol or ()),
+        "DASH": _join_arguments(made.dash or ()),
         **dict.fromkeys(("FOLDER", "ABOVE"), ""),
     }
 
 
-def _line(given: Sequence[str]) -> str:
+def _join_arguments(given: Sequence[str]) -> str:
     return "".join(f" {word}" for word in given)

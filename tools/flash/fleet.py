@@ -1,4 +1,4 @@
-"""Flashes every board of a table, each with its own token, goes on where it was interrupted, and tells how each is.
+"""Flashing of every board in a table, with progress files for a later continuation.
 
 name,target,budget,labels,address
 orin-01,jetpack6,2GB,hall-a,me@10.0.0.11
@@ -28,7 +28,7 @@ from fedquilt.core import FedquiltError, JobError, StoreError, WireError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools import flash as tool
 from fedquilt.tools.flash import image, targets
-from fedquilt.tools.identity.register import Issued, Register, Token, stamp
+from fedquilt.tools.identity.register import Issued, Register, Token, format_time
 from fedquilt.transport.link import Link
 
 COLUMNS: Final = ("name", "target", "budget", "labels", "address")
@@ -41,8 +41,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One board of the table."""
-
     name: str
     target: str
     budget: str | None = None
@@ -52,14 +50,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is flashed, and where what was made is kept.
+    """Settings, packages and output folder for flashing the boards of a table.
 
-    Args:
-        what: settings and packages of all boards; each has its own name, target, budget and token.
-        base: disk image; None: by ssh where a row has an address, else an archive.
-        folder: of what was made.
-        authority: folder of the certificate authority, whose register gets the tokens.
-        hours: after which a token expires.
+    Attributes:
+        what: Settings and packages of all boards. Name, target, budget and token come from the table.
+        base: Disk image, or None to use ssh for rows with an address and archives for the rest.
+        folder: Output folder.
+        authority: Folder of the certificate authority, whose register receives the tokens.
+        hours: Hours until a token expires.
     """
 
     what: tool.What
@@ -72,8 +70,6 @@ class Plan:
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Note of a board that has been flashed."""
-
     inputs: str  # hash of everything that decided what was written
     place: str
     written_s: float  # since 1970
@@ -87,7 +83,7 @@ class Enrolment:
     at_s: float | None = None  # end of the token, or time of issue of the certificate
 
     def __str__(self) -> str:
-        when = "" if self.at_s is None else stamp(self.at_s)
+        when = "" if self.at_s is None else format_time(self.at_s)
         match self.step:
             case "none":
                 return "-"
@@ -101,8 +97,6 @@ class Enrolment:
 
 @dataclass(frozen=True)
 class State:
-    """State of one board, as the operator's side knows it."""
-
     row: Row
     written: str  # where to, or why not
     enrolment: Enrolment = Enrolment()
@@ -118,39 +112,44 @@ class State:
 # -- the table ------------------------------------------------------------------------------------
 
 
-def read(path: Path, target: str | None = None) -> list[Row]:
-    """Rows of a CSV file with a line of names; a missing target is `target`.
+def read_table(path: Path, target: str | None = None) -> list[Row]:
+    """Read the boards of a CSV file with a header line.
+
+    Args:
+        path: The CSV file.
+        target: Target of the rows without one.
 
     Raises:
-        JobError: unreadable, an unknown column, two boards of a name, a value that no board can have; with the line.
+        JobError: If the file is unreadable or empty, or a line has an unknown column, a duplicate name or an invalid
+        value.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             found = list(csv.DictReader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise JobError(
-            f"--boards {path} cannot be read ({error}): a CSV file is wanted, its first line {_head()}"
+            f"--boards {path} cannot be read ({error}): a CSV file is wanted, its first line {_format_header()}"
         ) from None
     rows: list[Row] = []
     for number, given in enumerate(found, 2):
         where = f"{path}, line {number}"
         if None in given or (unknown := sorted(set(given) - set(COLUMNS))):
             what = "more values than columns" if None in given else f"there is no column {unknown[0]!r}"
-            raise JobError(f"{where}: {what}; the first line is {_head()}")
-        row = _row({key: (value or "").strip() for key, value in given.items()}, target, where)
+            raise JobError(f"{where}: {what}; the first line is {_format_header()}")
+        row = _parse_row({key: (value or "").strip() for key, value in given.items()}, target, where)
         if row.name in {one.name for one in rows}:
             raise JobError(f"{where}: {row.name} stands in the table twice")
         rows.append(row)
     if not rows:
-        raise JobError(f"{path} has no board: its first line is {_head()}, then one line for each")
+        raise JobError(f"{path} has no board: its first line is {_format_header()}, then one line for each")
     return rows
 
 
-def _head() -> str:
+def _format_header() -> str:
     return ",".join(COLUMNS)
 
 
-def _row(given: Mapping[str, str], target: str | None, where: str) -> Row:
+def _parse_row(given: Mapping[str, str], target: str | None, where: str) -> Row:
     name = given.get("name", "")
     if not NAME.fullmatch(name):
         raise JobError(f"{where}: {name!r} is no name of a board: up to 64 of a-z, 0-9, '.', '_' and '-'")
@@ -159,10 +158,10 @@ def _row(given: Mapping[str, str], target: str | None, where: str) -> Row:
         raise JobError(f"{where}: {name} has no target: one of {', '.join(targets.KNOWN)}, or --target for all")
     try:
         if kind not in targets.KNOWN or targets.KNOWN[kind].python:
-            targets.find(kind)
+            targets.find_target(kind)
         if given.get("budget"):
-            agents.size_bytes(given["budget"])
-        named = words.parse(words.words(given.get("labels", "")))
+            agents.parse_size(given["budget"])
+        named = words.parse_labels(words.split_words(given.get("labels", "")))
     except JobError as error:
         raise JobError(f"{where}: {error}") from None
     return Row(name, kind, given.get("budget") or None, named, given.get("address") or None)
@@ -171,55 +170,57 @@ def _row(given: Mapping[str, str], target: str | None, where: str) -> Row:
 # -- flashing -------------------------------------------------------------------------------------
 
 
-def flash(
-    rows: Sequence[Row], plan: Plan, say: Say = progress.LINE.aside, now_s: Callable[[], float] = time.time
+def flash_boards(
+    rows: Sequence[Row], plan: Plan, say: Say = progress.LINE.print_to_stdout, now_s: Callable[[], float] = time.time
 ) -> dict[str, str]:
-    """Flash every board that is not done yet; why not, for those that failed. One that fails does not stop the others.
+    """Flash every board without a valid record. Return the error of each failed board, by name.
+
+    After a failure the next boards are flashed nevertheless.
 
     Raises:
-        JobError: the settings or the image cannot be used for any board.
-        StoreError: the folder or the authority cannot be used.
+        JobError: If the settings or the image are unusable for all boards.
+        StoreError: If the folder or the authority is unusable.
     """
-    enrols = agents.load(plan.what.settings).enrol.url is not None
+    enrols = agents.load_settings(plan.what.settings).enrol.url is not None
     if enrols and not plan.dry_run and not (plan.authority / "ca.key").is_file():
         raise StoreError(
             f"no authority in {plan.authority}: `fedquilt ca init` makes one, --authority names its folder"
         )
     plan.folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
-    waiting = [row for row in rows if done(row, plan) is None]
+    waiting = [row for row in rows if find_record(row, plan) is None]
     for row in rows:
         if row not in waiting:
             say(f"{row.name}: done before")
     now = (0, "")  # how many are over, and who is flashed
 
-    def tell() -> None:
-        progress.LINE.at(f"flashing {now[1]}", now[0], len(waiting))
+    def show_progress() -> None:
+        progress.LINE.show_status(f"flashing {now[1]}", now[0], len(waiting))
 
     with ExitStack() as stack:
-        stack.callback(progress.LINE.end)
-        stack.enter_context(progress.ticking(tell))
+        stack.callback(progress.LINE.end_operation)
+        stack.enter_context(progress.call_periodically(show_progress))
         base = plan.base
         if base is not None and len(waiting) > 1 and not plan.dry_run:
             base = plan.folder / "base.img.part"  # unpacked once for all
             stack.callback(base.unlink, missing_ok=True)
-            image.plain(plan.base or base, base)
+            image.copy_image(plan.base or base, base)
         for number, row in enumerate(waiting):
             now = (number, row.name)
             try:
-                _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
+                _flash_board(row, replace(plan, base=base), enrols, _hash_inputs(row, plan), say, now_s)
             except FedquiltError as error:
                 failed[row.name] = str(error)
                 say(f"{row.name}: not flashed: {error}")
     return failed
 
 
-def _one(row: Row, plan: Plan, enrols: bool, inputs: str, say: Say, now_s: Callable[[], float]) -> None:
-    token = _token(row, plan, now_s()) if enrols and not plan.dry_run else None
+def _flash_board(row: Row, plan: Plan, enrols: bool, inputs: str, say: Say, now_s: Callable[[], float]) -> None:
+    token = _ensure_token(row, plan, now_s()) if enrols and not plan.dry_run else None
     what = replace(
         plan.what, target=row.target, device=row.name, budget=row.budget, token=token, labels=row.labels or None
     )
-    place = _place(row, plan.base is not None, plan.folder)
+    place = _output_place(row, plan.base is not None, plan.folder)
     if plan.base is not None:
         where = tool.Where(image=plan.base, out=Path(place), dry_run=plan.dry_run)
     elif row.address is not None:
@@ -229,46 +230,46 @@ def _one(row: Row, plan: Plan, enrols: bool, inputs: str, say: Say, now_s: Calla
     tool.flash(what, where, say)
     if not plan.dry_run:
         note = msgspec.json.encode(Done(inputs=inputs, place=place, written_s=now_s()))
-        enrolment.keep(plan.folder / f"{row.name}.json", note + b"\n", 0o644)
+        enrolment.write_file_with_mode(plan.folder / f"{row.name}.json", note + b"\n", 0o644)
 
 
-def _place(row: Row, imaged: bool, folder: Path) -> str:
+def _output_place(row: Row, imaged: bool, folder: Path) -> str:
     if imaged:
         return str(folder / f"{row.name}.img")
     return row.address or str(folder / f"{row.name}.tar")
 
 
-def _token(row: Row, plan: Plan, at_s: float) -> Path:
-    """Return the file of the board's token: that of an interrupted run if the token is still unused, else a new one."""
+def _ensure_token(row: Row, plan: Plan, at_s: float) -> Path:
+    # a token of an interrupted run is used again while valid
     path = plan.folder / f"{row.name}.token"
     with closing(Register(plan.authority / "register.db")) as register:
         if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
-            text = register.make_token(row.name, plan.hours * 3600.0, at_s)
-            enrolment.keep(path, f"{text}\n".encode(), 0o600)
+            text = register.create_token(row.name, plan.hours * 3600.0, at_s)
+            enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
     return path
 
 
-def _inputs(row: Row, plan: Plan) -> str:
+def _hash_inputs(row: Row, plan: Plan) -> str:
     base = None if plan.base is None or not plan.base.is_file() else (str(plan.base), plan.base.stat().st_mtime)
     what = replace(plan.what, wheels=None, refresh=False)
-    return hashlib.sha256(repr((row, what, config.read(plan.what.settings), base)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((row, what, config.read_toml(plan.what.settings), base)).encode()).hexdigest()[:16]
 
 
-def done(row: Row, plan: Plan) -> Done | None:
-    """Note of a board that was flashed like this; None: it was not, or what was made is gone."""
+def find_record(row: Row, plan: Plan) -> Done | None:
+    """Return the record of a board that was flashed with the present inputs, or None."""
     try:
         note = msgspec.json.decode((plan.folder / f"{row.name}.json").read_bytes(), type=Done)
     except (OSError, msgspec.DecodeError):
         return None
     made = (row.address is not None and plan.base is None) or Path(note.place).is_file()
-    return note if made and note.inputs == _inputs(row, plan) else None
+    return note if made and note.inputs == _hash_inputs(row, plan) else None
 
 
 # -- how they are ---------------------------------------------------------------------------------
 
 
-def states(rows: Sequence[Row], plan: Plan, failed: Mapping[str, str], online: set[str] | None) -> list[State]:
-    """State of every board.
+def read_states(rows: Sequence[Row], plan: Plan, failed: Mapping[str, str], online: set[str] | None) -> list[State]:
+    """Return the state of every board. `failed` maps names to errors. `online` is None if unchecked.
 
     Args:
         rows: the table.
@@ -280,23 +281,23 @@ def states(rows: Sequence[Row], plan: Plan, failed: Mapping[str, str], online: s
     if (plan.authority / "register.db").is_file():
         register = Register(plan.authority / "register.db")
     try:
-        tokens = register.tokens() if register is not None else []
+        tokens = register.list_tokens() if register is not None else []
         told = []
         for row in rows:
-            note = done(row, plan)
-            issued = register.certificates(row.name) if register is not None else []
+            note = find_record(row, plan)
+            issued = register.list_certificates(row.name) if register is not None else []
             written = note.place if note else f"not written: {failed.get(row.name, 'not yet')}"
             mine = [one for one in tokens if one.pattern == row.name]
             there = None if online is None else row.name in online
-            told.append(State(row, written, enrolled(issued, mine, time.time()), there, note is not None))
+            told.append(State(row, written, describe_enrolment(issued, mine, time.time()), there, note is not None))
         return told
     finally:
         if register is not None:
             register.close()
 
 
-def enrolled(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) -> Enrolment:
-    """Return the enrolment of a board with these certificates and tokens."""
+def describe_enrolment(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) -> Enrolment:
+    """Return the enrolment state of one board as a short text, or "-" if unknown."""
     valid = [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
     token = tokens[-1] if tokens else None
     if token is not None and token.used_s is None and not any(one.issued_s >= token.made_s for one in valid):
@@ -304,10 +305,9 @@ def enrolled(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) ->
     return Enrolment("enrolled", valid[-1].issued_s) if valid else Enrolment()
 
 
-def lines(states: Sequence[State], wide: int | None = None) -> list[str]:
-    """The table at the end, and what is still offline in one sentence."""
+def format_states(states: Sequence[State], wide: int | None = None) -> list[str]:
     rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, str(s.enrolment), s.presence) for s in states]
-    told = columns.table([HEAD, *rows], "<", wide)
+    told = columns.format_table([HEAD, *rows], "<", wide)
     if missing := [one.row.name for one in states if not one.done]:
         told.append(f"not written: {', '.join(missing)}; the same command again goes on with them")
     if waiting := [one.row.name for one in states if one.enrolment.step in ("token unused", "token expired")]:
@@ -318,19 +318,19 @@ def lines(states: Sequence[State], wide: int | None = None) -> list[str]:
 
 
 class Presences:
-    """Set of the boards that are online, by the presence messages that a broker retains.
+    """Devices that are online, from the presence messages retained by a broker.
 
     Args:
-        link: to the broker, with rights to read devices' branches.
-        fleet: name of the fleet.
+        link: Link to the broker, with the right to read the devices' topics.
+        fleet: Name of the fleet.
     """
 
     def __init__(self, link: Link, fleet: str) -> None:
         self._link, self.online = link, set[str]()
-        link.subscribe([wire.Topics(fleet).device("+", "up", "presence")])
+        link.subscribe([wire.Topics(fleet).device_topic("+", "up", "presence")])
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for messages, at most so long, and note what they say."""
+    def process_messages(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for messages, and update `online` from them."""
         self._link.wait(timeout_s)
         for message in self._link.receive():
             try:
@@ -338,16 +338,16 @@ class Presences:
             except WireError:
                 continue
             change = self.online.add if said.online else self.online.discard
-            change(wire.sender(message.topic))
+            change(wire.device_from_topic(message.topic))
 
 
-def watch(look: Callable[[], Sequence[State]], wait: Callable[[float], None], say: Say) -> Sequence[State]:
-    """Tell each change until every board is as it should be: online where presence is looked at, else enrolled.
+def watch_boards(look: Callable[[], Sequence[State]], wait: Callable[[float], None], say: Say) -> Sequence[State]:
+    """Print each change of state until every flashed board is ready (`is_ready`). Return the states.
 
     Args:
-        look: the states now.
-        wait: waits so many seconds for something to happen.
-        say: prints a line.
+        look: Function that returns the current states.
+        wait: Function that waits for an event, up to the given seconds.
+        say: Function that prints a line.
     """
     before: dict[str, tuple[Enrolment, bool | None]] = {}
     while True:
@@ -357,11 +357,11 @@ def watch(look: Callable[[], Sequence[State]], wait: Callable[[float], None], sa
                 before[one.row.name] = (one.enrolment, one.online)
                 said = str(one.enrolment) if one.online is None else f"{one.enrolment}, {one.presence}"
                 say(f"{time.strftime('%H:%M:%S')}  {one.row.name}: {said}")
-        if all(ready(one) for one in now if one.done):
+        if all(is_ready(one) for one in now if one.done):
             return now
         wait(POLL_S)
 
 
-def ready(state: State) -> bool:
-    """Whether nothing more is to be waited for from a board that was flashed."""
+def is_ready(state: State) -> bool:
+    """Return whether a board is online, or enrolled if presence was not checked."""
     return state.enrolment.step != "token unused" if state.online is None else state.online

@@ -1,4 +1,4 @@
-"""Puts a bundle into the root file system of a disk image, which the usual card writer then writes.
+"""Installation of a bundle into the root file system of a disk image.
 
 No root and no mount: debugfs (e2fsprogs) reads and writes the file system inside the image, and e2fsck checks it. The
 bundle is installed into an empty folder that holds what `install` looks at, and what it has made is copied in.
@@ -33,32 +33,31 @@ SPARE: Final = 0.05  # share of the file system that stays free
 
 
 class FileSystem:
-    """An ext file system at an offset of an image.
+    """An ext file system at an offset of an image, accessed by debugfs.
 
     Raises:
-        JobError: there is no debugfs here.
+        JobError: If debugfs or e2fsck is not installed.
     """
 
     def __init__(self, image: Path, offset: int) -> None:
-        self._debugfs, self._e2fsck = _program("debugfs"), _program("e2fsck")
+        self._debugfs, self._e2fsck = _find_program("debugfs"), _find_program("e2fsck")
         self._at = f"{image}?offset={offset}"
 
-    def tell(self, command: str) -> str:
-        """Output of a command of debugfs that reads; what is not there gives ""."""
+    def run_query(self, command: str) -> str:
+        """Return the output of a read-only debugfs command, or "" if a path is missing."""
         done = subprocess.run([self._debugfs, "-R", command, self._at], capture_output=True, check=False)
         return done.stdout.decode(errors="replace")
 
-    def kind(self, name: str) -> str:
-        """Kind of what is at a path: "regular", "directory", "symlink"; "": nothing."""
+    def file_type(self, name: str) -> str:
+        """Return "regular", "directory" or "symlink", or "" for a missing path and paths below TAKEN."""
         if any(str(Path(name)).startswith(f"{one}/") for one in TAKEN):
             return ""  # looked at once, when the image was opened
-        found = re.search(r"Type: (\w+)", self.tell(f'stat "/{name}"'))
+        found = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))
         return found[1] if found else ""
 
-    def real(self, name: str, links: int = 20) -> str:
-        """The path without links at its end."""
+    def resolve_links(self, name: str, links: int = 20) -> str:
         for _ in range(links):
-            told = self.tell(f'stat "/{name}"')
+            told = self.run_query(f'stat "/{name}"')
             found = re.search(r'link dest: "(.*)"', told)
             if found is None:
                 return name
@@ -66,21 +65,20 @@ class FileSystem:
         raise Refused(f"links go in circles at /{name} of the image")
 
     def free_bytes(self) -> int:
-        """Bytes free."""
-        told = self.tell("stats -h")
+        told = self.run_query("stats -h")
         blocks, size = (re.search(rf"^{key}:\s+(\d+)", told, re.M) for key in ("Free blocks", "Block size"))
         return int(blocks[1]) * int(size[1]) if blocks and size else 0
 
-    def take(self, name: str, to: Path) -> None:
-        """Copy a file out of it, if it is there."""
+    def copy_out(self, name: str, to: Path) -> None:
+        """Copy a file out of the image. A missing file is ignored."""
         to.parent.mkdir(parents=True, exist_ok=True)
-        self.tell(f'dump "/{name}" "{to}"')
+        self.run_query(f'dump "/{name}" "{to}"')
 
-    def write(self, commands: Sequence[str], script: Path) -> None:
-        """Carry out commands of debugfs that write, and check the file system.
+    def run_write_commands(self, commands: Sequence[str], script: Path) -> None:
+        """Run writing debugfs commands, then check the file system.
 
         Raises:
-            Refused: one has failed, or the file system is not clean afterwards.
+            Refused: If a command failed or the file system is damaged afterwards.
         """
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
         done = subprocess.run([self._debugfs, "-w", "-f", str(script), self._at], capture_output=True, check=False)
@@ -89,21 +87,16 @@ class FileSystem:
             raise Refused(
                 f"the image cannot be written: {'; '.join(told[:3]) or f'debugfs ended with {done.returncode}'}"
             )
-        self.sound()
+        self.check_integrity()
 
-    def sound(self) -> None:
-        """Check the file system as a whole.
-
-        Raises:
-            Refused: e2fsck finds fault.
-        """
+    def check_integrity(self) -> None:
         done = subprocess.run([self._e2fsck, "-fn", self._at], capture_output=True, check=False)
         if done.returncode:
             last = done.stdout.decode(errors="replace").strip().splitlines()[-1:]
             raise Refused(f"the image's file system is not sound ({' '.join(last)}): fetch the image again")
 
 
-def _program(name: str) -> str:
+def _find_program(name: str) -> str:
     found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *PATHS)))
     if found is None:
         raise JobError(f"--image needs {name}, which is not here: sudo apt install e2fsprogs")
@@ -111,55 +104,52 @@ def _program(name: str) -> str:
 
 
 class Image:
-    """A copy of an image while fedquilt is put into it; see `opened`."""
-
     def __init__(
         self, base: Path, copy: Path, out: Path, scratch: Path, interpreter: str, say: Callable[[str], None]
     ) -> None:
-        self.partition = partitions.root(copy, called=base)
+        self.partition = partitions.find_root_partition(copy, called=base)
         self._system, self._copy, self._out = FileSystem(copy, self.partition.offset), copy, out
         self._scratch, self._say = scratch, say
         for taken in TAKEN:
-            if self._system.kind(taken):
+            if self._system.file_type(taken):
                 raise Refused(f"the image has /{taken} already: take one as its maker ships it")
         staged = scratch / "root"
-        self._brought = {*self._looked_at(interpreter, staged)}
+        self._brought = {*self._copy_checked_files(interpreter, staged)}
         self.root = install.Root(staged, say=say)
 
-    def _looked_at(self, interpreter: str, staged: Path) -> Iterator[Path]:
-        """Copy out of the image what `install.check` looks at; of other Pythons the names alone."""
+    def _copy_checked_files(self, interpreter: str, staged: Path) -> Iterator[Path]:
+        # `install.check_compatibility` reads these files. Of other Pythons it reads only the names.
         for name in (interpreter.lstrip("/"), *LOOKED_AT):
             path = staged / name
-            self._system.take(self._system.real(name), path)
+            self._system.copy_out(self._system.resolve_links(name), path)
             if path.is_file():
                 yield path
-        for name in re.findall(r"python3\.\d+\b(?!-)", self._system.tell("ls /usr/bin")):
+        for name in re.findall(r"python3\.\d+\b(?!-)", self._system.run_query("ls /usr/bin")):
             path = staged / "usr/bin" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
                 yield path
 
-    def finish(self) -> None:
-        """Copy what has been installed into the image, and give it its name.
+    def save_image(self) -> None:
+        """Copy the installed files into the image, and rename the copy to its final name.
 
         Raises:
-            Refused: too little room in it, or debugfs fails.
+            Refused: If the image has too little free space, or debugfs failed.
         """
-        commands, needed = self._commands()
+        commands, needed = self._debugfs_commands()
         free = self._system.free_bytes()
         if free * (1 - SPARE) < needed:
             raise Refused(
                 f"{self.partition} has {free / 1e6:.0f} MB free, and {needed / 1e6:.0f} MB are needed: truncate -s +1G "
                 "the image, let growpart and resize2fs enlarge the partition, and take that image"
             )
-        self._system.write(commands, self._scratch / "commands")
+        self._system.run_write_commands(commands, self._scratch / "commands")
         with doing(f"write {self._out}"):
             self._copy.replace(self._out)
         self._say(f"{self._out}: {self.partition} holds it; write it to a card as any image")
 
-    def _commands(self) -> tuple[list[str], int]:
-        """What debugfs has to do, and the bytes that it takes."""
+    def _debugfs_commands(self) -> tuple[list[str], int]:
         commands: list[str] = []
         needed, staged, there = 0, self.root.path, {"."}
         for folder, folders, names in os.walk(staged):
@@ -172,7 +162,7 @@ class Image:
             for one in reversed([here, *here.parents]):
                 if one.as_posix() not in there:
                     there.add(one.as_posix())
-                    if not self._system.kind(one.as_posix()):
+                    if not self._system.file_type(one.as_posix()):
                         commands += [f'cd "/{one.parent.as_posix()}"', f'mkdir "{one.name}"']
                         needed += BLOCK
             commands.append(f'cd "/{here.as_posix()}"')
@@ -189,35 +179,35 @@ class Image:
 
 
 @contextmanager
-def opened(base: Path, out: Path, interpreter: str, say: Callable[[str], None]) -> Iterator[Image]:
-    """A copy of `base` to install into; what is not finished leaves nothing behind.
+def open_image_copy(base: Path, out: Path, interpreter: str, say: Callable[[str], None]) -> Iterator[Image]:
+    """Yield a copy of a disk image to install into. The copy is removed unless saved.
 
     Args:
-        base: disk image, also compressed by xz.
-        out: file for the new image.
-        interpreter: the board's Python, whose machine is looked at.
-        say: prints a line.
+        base: Disk image, also compressed by xz.
+        out: File for the new image.
+        interpreter: Path of the board's Python, which is copied out of the image for the checks.
+        say: Function that prints a line.
 
     Raises:
-        Refused: it is no disk image with a root file system.
-        JobError: programs are missing here, or the file.
-        StoreError: the copy cannot be written.
+        Refused: If the file is not a disk image with a root file system.
+        JobError: If programs or the file are missing.
+        StoreError: If the copy cannot be written.
     """
     copy = out.with_name(out.name + ".part")
     try:
-        plain(base, copy)
+        copy_image(base, copy)
         with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
             yield Image(base, copy, out, Path(scratch), interpreter, say)
     finally:
         copy.unlink(missing_ok=True)
 
 
-def plain(base: Path, to: Path) -> None:
-    """Copy an image, unpacked if it is compressed by xz; what is all zeros takes no room on the disk.
+def copy_image(base: Path, to: Path) -> None:
+    """Copy a disk image as a sparse file, decompressing xz.
 
     Raises:
-        JobError: it is not there, or no such file.
-        StoreError: it cannot be written.
+        JobError: If the image is missing or damaged.
+        StoreError: If the copy cannot be written.
     """
     if not base.is_file():
         raise JobError(f"--image {base} is no file: a Raspberry Pi's or L4T's disk image is wanted, .img or .img.xz")

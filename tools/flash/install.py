@@ -1,4 +1,4 @@
-"""Puts a bundle into a root file system: the board's own, or one that is mounted. Standard library only.
+"""Installer of a bundle into a root file system. Standard library only.
 
 It travels in the bundle and runs with the board's Python, which needs neither pip nor a network: a wheel is
 an archive, and a virtual environment a few links. Everything is in folders of fedquilt's own, and units:
@@ -47,23 +47,28 @@ MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_
 FORMAT = 1
 
 
-class Refused(Exception):
-    """Nothing was changed; the text says why, and the mend."""
+class Refused(Exception): ...
 
 
 class Root:
-    """A root file system. Paths are relative to it; whatever is done is said.
+    """A root file system. Paths are relative to the root, and changes are printed.
 
     Args:
-        dry_run: say it only.
+        path: Folder of the root.
+        dry_run: Whether to print changes without making them.
+        say: Function that prints a line.
     """
 
     def __init__(self, path: str | Path, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
         self.path, self.dry_run, self.say = Path(path).resolve(), dry_run, say
         self.changes = 0
 
-    def real(self, name: str | PurePosixPath, links: int = 20) -> Path:
-        """Where a path leads when this is the root: links in it are followed within."""
+    def resolve(self, name: str | PurePosixPath, links: int = 20) -> Path:
+        """Return the real path of a name, with links resolved inside this root.
+
+        Raises:
+            Refused: If the links form a cycle.
+        """
         done, waiting = self.path, list(PurePosixPath(name).parts)
         while waiting:
             part = waiting.pop(0)
@@ -80,20 +85,20 @@ class Root:
                 done = done / part
         return done
 
-    def at(self, name: str) -> Path:
-        """The path to write to: its folder's links are followed within the root, its own is not."""
+    def path_for(self, name: str) -> Path:
+        """Return the path of a name, with links resolved except for the last part."""
         path = PurePosixPath(name)
-        return self.real(path.parent) / path.name
+        return self.resolve(path.parent) / path.name
 
-    def did(self, what: str) -> bool:
-        """Count and print a change; False in a dry run, where it is not made."""
+    def record_change(self, what: str) -> bool:
+        """Count and print a change. Return False in a dry run, where the caller must not make the change."""
         self.changes += 1
         self.say(f"would {what}" if self.dry_run else what)
         return not self.dry_run
 
-    def write(self, name: str, data: bytes, mode: int = 0o644) -> bool:
-        """A file with these bytes and mode, whole or not at all. Whether it was another before."""
-        path = self.at(name)
+    def write_file(self, name: str, data: bytes, mode: int = 0o644) -> bool:
+        """Write a file atomically. Return False if the same content and mode existed already."""
+        path = self.path_for(name)
         if (
             path.is_file()
             and not path.is_symlink()
@@ -101,7 +106,7 @@ class Root:
             and path.stat().st_mode & 0o777 == mode
         ):
             return False
-        if self.did(f"write /{name}"):
+        if self.record_change(f"write /{name}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(path.name + ".new")
             new.unlink(missing_ok=True)
@@ -113,12 +118,11 @@ class Root:
             new.replace(path)
         return True
 
-    def link(self, name: str, to: str) -> bool:
-        """Make a symbolic link; returns whether it changed."""
-        path = self.at(name)
+    def create_symlink(self, name: str, to: str) -> bool:
+        path = self.path_for(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
-        if self.did(f"link /{name} to {to}"):
+        if self.record_change(f"link /{name} to {to}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(path.name + ".new")
             new.unlink(missing_ok=True)
@@ -127,21 +131,20 @@ class Root:
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove a file or folder; returns whether it existed."""
-        path = self.at(name)
+        path = self.path_for(name)
         if not path.is_symlink() and not path.exists():
             return False
-        if self.did(f"remove /{name}"):
+        if self.record_change(f"remove /{name}"):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
         return True
 
-    def json(self, name: str) -> dict[str, Any]:
-        """Table in a JSON file; {}: none."""
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, or {} if the file is missing or invalid."""
         try:
-            return json.loads(self.at(name).read_text(encoding="utf-8"))
+            return json.loads(self.path_for(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
@@ -149,8 +152,8 @@ class Root:
 # -- what is asked of a board ---------------------------------------------------------------------
 
 
-def machine(path: Path) -> str | None:
-    """Which machine a program is for, by its ELF header; None: it is none."""
+def read_elf_machine(path: Path) -> str | None:
+    """Return the machine in a program's ELF header, or None if the file is not an ELF program."""
     try:
         with open(path, "rb") as file:
             head = file.read(20)
@@ -162,33 +165,33 @@ def machine(path: Path) -> str | None:
     return MACHINES.get(number, f"machine {number} of elf.h")
 
 
-def check(root: Root, manifest: Mapping[str, Any]) -> None:
-    """Whether the bundle is for what is in this root.
+def check_compatibility(root: Root, manifest: Mapping[str, Any]) -> None:
+    """Check that a bundle fits the machine and the Python of a root.
 
     Raises:
-        Refused: another machine, no such Python.
+        Refused: If the machine is another or the Python is missing.
     """
     python, wanted = manifest["interpreter"], manifest["machine"]
     where = "this board" if root.path == Path("/") else str(root.path)
-    shells = [root.real(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
-    found = next((name for name in map(machine, shells) if name is not None), None)
+    shells = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
+    found = next((name for name in map(read_elf_machine, shells) if name is not None), None)
     if found is None:
         raise Refused(f"{where} holds no system: neither {python} nor /bin/sh is a program; mount it first")
     if found != wanted:
         raise Refused(f"{where} is {found}, and this bundle for {wanted}: build one with the --target of that board")
-    if not manifest.get("own_python") and machine(root.real(python.lstrip("/"))) is None:
-        others = sorted(path.name for path in root.real("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
+    if not manifest.get("own_python") and read_elf_machine(root.resolve(python.lstrip("/"))) is None:
+        others = sorted(path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise Refused(
             f"{where} has no {python}{' but ' + ', '.join(others) if others else ''}: build the bundle with the "
             "--python, or the --interpreter, that is there"
         )
 
 
-def read(bundle: Path) -> dict[str, Any]:
-    """The bundle's manifest; every file of it is whole.
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """Read the manifest of a bundle and verify the digest of every file.
 
     Raises:
-        Refused: it is no bundle, another release's, or damaged.
+        Refused: If the folder is not a bundle of this format, or a file is damaged.
     """
     try:
         manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
@@ -205,62 +208,64 @@ def read(bundle: Path) -> dict[str, Any]:
 # -- install and uninstall ------------------------------------------------------------------------
 
 
-def install(bundle: Path, root: Root, *, start: bool = True) -> int:
-    """Make the root as the bundle says; how many things changed.
+def install_bundle(bundle: Path, root: Root, *, start: bool = True) -> int:
+    """Install a bundle into a root. Return the number of changes.
 
     Raises:
-        Refused: see `read`, `check`; too little space. Nothing is changed then.
-        OSError: it cannot be written.
+        Refused: If the bundle is damaged or incompatible, or space is too small. Nothing has changed then.
+        OSError: If a file cannot be written.
     """
-    manifest = read(bundle)
-    check(root, manifest)
+    manifest = read_manifest(bundle)
+    check_compatibility(root, manifest)
     mask = os.umask(0o022)  # an administrator's 077 would shut the new folders to the agent's user
     try:
-        return _install(bundle, root, manifest, start)
+        return _install_all(bundle, root, manifest, start)
     finally:
         os.umask(mask)
 
 
-def _install(bundle: Path, root: Root, manifest: Mapping[str, Any], start: bool) -> int:
+def _install_all(bundle: Path, root: Root, manifest: Mapping[str, Any], start: bool) -> int:
     before = root.changes
-    _packages(bundle, root, manifest)
-    _settings(bundle, root, manifest)
+    _install_packages(bundle, root, manifest)
+    _install_settings(bundle, root, manifest)
     units = sorted(name.split("/")[1] for name in manifest["files"] if name.startswith("units/"))
     for unit in units:
-        root.write(f"{UNITS}/{unit}", (bundle / "units" / unit).read_bytes())
-        root.link(f"{WANTS[Path(unit).suffix]}/{unit}", f"../{unit}")
-    for unit in set(root.json(INSTALLED).get("units", ())) - set(units):
-        _drop(root, unit)
+        root.write_file(f"{UNITS}/{unit}", (bundle / "units" / unit).read_bytes())
+        root.create_symlink(f"{WANTS[Path(unit).suffix]}/{unit}", f"../{unit}")
+    for unit in set(root.read_json(INSTALLED).get("units", ())) - set(units):
+        _remove_unit(root, unit)
     note = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
     note["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
-    root.write(INSTALLED, (json.dumps(note, indent=1, sort_keys=True) + "\n").encode())
+    root.write_file(INSTALLED, (json.dumps(note, indent=1, sort_keys=True) + "\n").encode())
     changes = root.changes - before
     if root.path == Path("/") and start and not root.dry_run:
-        _start(units, root.say, changed=changes > 0)
+        _start_units(units, root.say, changed=changes > 0)
     return changes
 
 
-def _packages(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
+def _install_packages(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
     home = f"{OPT}/{manifest['id']}"
-    if not (root.at(home) / "bundle.json").is_file():
-        _room(root, manifest["unpacked_bytes"])
-        if root.did(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
-            _unpack(bundle, root.at(home), manifest)
-    root.link(f"{OPT}/current", manifest["id"])
+    if not (root.path_for(home) / "bundle.json").is_file():
+        _check_free_space(root, manifest["unpacked_bytes"])
+        if root.record_change(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
+            _unpack_environment(bundle, root.path_for(home), manifest)
+    root.create_symlink(f"{OPT}/current", manifest["id"])
     keep = {"current", "installed.json", manifest["id"]}
-    folder = root.at(OPT)
+    folder = root.path_for(OPT)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name not in keep:
             root.remove(f"{OPT}/{path.name}")
 
 
-def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
-    """A virtual environment by hand: so it can be made for a board whose Python does not run here."""
+def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
+    # a virtual environment without running Python: the board's Python may not run on this machine
     new = home.with_name(home.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     wheels = [(name, bundle / "wheels" / name) for name in manifest["wheels"]]
     try:
-        environment.unpack(wheels, environment.packages(new, manifest["python"]), manifest["unpacked_bytes"])
+        environment.unpack_wheels(
+            wheels, environment.packages_folder(new, manifest["python"]), manifest["unpacked_bytes"]
+        )
     except environment.Odd as error:
         raise Refused(str(error)) from None
     if manifest.get("own_python"):
@@ -271,18 +276,18 @@ def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
                 packed.extraction_filter = tarfile.data_filter
             packed.extractall(new)  # noqa: S202
     see = bool(manifest["system_packages"])
-    environment.furnish(new, manifest["python"], manifest["interpreter"], system_packages=see)
+    environment.make_environment(new, manifest["python"], manifest["interpreter"], system_packages=see)
     for name in BROUGHT:
         shutil.copy(bundle / name, new / name)
-    if environment.compiled(new, manifest["python"], f"/{OPT}/current"):
+    if environment.compile_packages(new, manifest["python"], f"/{OPT}/current"):
         (new / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
     shutil.copy(bundle / "bundle.json", new / "bundle.json")
-    environment.open_to_all(new)
+    environment.make_world_readable(new)
     new.replace(home)
 
 
-def _room(root: Root, needed: int) -> None:
-    folder = root.real(OPT)
+def _check_free_space(root: Root, needed: int) -> None:
+    folder = root.resolve(OPT)
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -290,61 +295,65 @@ def _room(root: Root, needed: int) -> None:
         raise Refused(f"{folder} has {free / 1e6:.0f} MB free, and {needed / 1e6:.0f} MB are needed: make room")
 
 
-def _settings(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
-    if not root.at(ETC).is_dir() and root.did(f"make /{ETC}"):
-        root.at(ETC).mkdir(parents=True)
-        root.at(ETC).chmod(0o755)
-    was = root.json(INSTALLED).get("settings", {})
+def _install_settings(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
+    if not root.path_for(ETC).is_dir() and root.record_change(f"make /{ETC}"):
+        root.path_for(ETC).mkdir(parents=True)
+        root.path_for(ETC).chmod(0o755)
+    was = root.read_json(INSTALLED).get("settings", {})
     for name, digest in sorted(manifest["files"].items()):
         if not name.startswith("etc/"):
             continue
         data, at = (bundle / name).read_bytes(), f"{ETC}/{name[4:]}"
         if name == "etc/token" and was.get(name) == digest:
             continue  # it was brought before, and works once
-        path, mode = root.at(at), 0o600 if name in manifest["secret"] else 0o644
+        path, mode = root.path_for(at), 0o600 if name in manifest["secret"] else 0o644
         if path.is_file() and name in was and hashlib.sha256(path.read_bytes()).hexdigest() not in (was[name], digest):
-            root.write(f"{at}.old", path.read_bytes(), mode)
-        root.write(at, data, mode)
+            root.write_file(f"{at}.old", path.read_bytes(), mode)
+        root.write_file(at, data, mode)
 
 
 def uninstall(root: Root, *, purge: bool = False) -> int:
-    """Take out what `install` put in; with `purge` the settings, the identity and the agent's state as well."""
+    """Remove the installation from a root. Return the number of changes.
+
+    Args:
+        root: The root file system.
+        purge: Whether to remove settings, identity and state as well.
+    """
     before = root.changes
-    units = {path.name for path in root.at(UNITS).glob("fedquilt-*")} if root.at(UNITS).is_dir() else set()
+    units = {path.name for path in root.path_for(UNITS).glob("fedquilt-*")} if root.path_for(UNITS).is_dir() else set()
     if root.path == Path("/") and units and not root.dry_run:
-        _systemctl("stop", *sorted(units))
+        _run_systemctl("stop", *sorted(units))
     for unit in sorted(units):
-        _drop(root, unit)
+        _remove_unit(root, unit)
     for name in (OPT, *((ETC, *STATE) if purge else ())):
         root.remove(name)
     if root.path == Path("/") and units and not root.dry_run:
-        _systemctl("daemon-reload")
-    if not purge and root.at(ETC).is_dir():
+        _run_systemctl("daemon-reload")
+    if not purge and root.path_for(ETC).is_dir():
         root.say(f"kept: /{ETC} and /{STATE[0]}, with the board's identity (--purge removes them)")
     return root.changes - before
 
 
-def _drop(root: Root, unit: str) -> None:
+def _remove_unit(root: Root, unit: str) -> None:
     root.remove(f"{WANTS[Path(unit).suffix]}/{unit}")
     root.remove(f"{UNITS}/{unit}")
 
 
-def _start(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -> None:
+def _start_units(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -> None:
     if not Path("/run/systemd/system").is_dir():
         say("systemd does not run here: /opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml is the agent")
         return
-    _systemctl("daemon-reload")
-    _systemctl("restart" if changed else "start", "--no-block", *units)
+    _run_systemctl("daemon-reload")
+    _run_systemctl("restart" if changed else "start", "--no-block", *units)
     name = "fedquilt-serve" if "fedquilt-serve.service" in units else "fedquilt-agent"
     say(f"started; `journalctl -fu {name}` shows what it does")
 
 
-def _systemctl(*arguments: str) -> None:
+def _run_systemctl(*arguments: str) -> None:
     subprocess.run(["systemctl", *arguments], check=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install or remove the agent, by the words of the command line."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
     parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
@@ -360,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.uninstall:
             changes = uninstall(root, purge=options.purge)
         else:
-            changes = install(Path(__file__).resolve().parent, root, start=not options.no_start)
+            changes = install_bundle(Path(__file__).resolve().parent, root, start=not options.no_start)
     except Refused as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`fedquilt flash --boards` as typed: flash the table, look who is there, and print how each board is."""
+"""Implementation of `fedquilt flash --boards`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ LOOK_S = 1.0  # in which a broker hands over what it keeps
 CLIENT = "fedquilt-flash"
 
 
-def main(table: Path, target: str | None, plan: Plan, *, watch: bool, cert: Path | None, key: Path | None) -> None:
-    """Flash every board of a table that is not done yet, and print the states of all.
+def flash_table(
+    table: Path, target: str | None, plan: Plan, *, watch: bool, cert: Path | None, key: Path | None
+) -> None:
+    """Flash the boards of a table that are not done yet, and print the states of all.
 
     Args:
         table: CSV file of boards.
-        target: of rows without one.
-        plan: what is flashed.
-        watch: follow first boots and enrolments until all are there.
-        cert: the coordinator's certificate; None: presence is not looked at.
-        key: its key.
+        target: Target of rows without one.
+        plan: Settings, packages and output folder.
+        watch: Whether to wait until all boards are enrolled or online.
+        cert: The coordinator's certificate, or None to skip the check of presence.
+        key: Private key of the certificate.
 
     Raises:
-        JobError: a board was not flashed, or the table cannot be used.
+        JobError: If a board was not flashed, or the table is unusable.
     """
-    rows = fleet.read(table, target)
-    failed = fleet.flash(rows, plan)
+    rows = fleet.read_table(table, target)
+    failed = fleet.flash_boards(rows, plan)
     if plan.dry_run:
         return
-    with _presences(plan, cert, key) as presences:
-        wait: Callable[[float], None] = time.sleep if presences is None else presences.wait
+    with _connect_presences(plan, cert, key) as presences:
+        wait: Callable[[float], None] = time.sleep if presences is None else presences.process_messages
         if presences is not None:
-            presences.wait(LOOK_S)
+            presences.process_messages(LOOK_S)
 
-        def look() -> list[fleet.State]:
-            return fleet.states(rows, plan, failed, None if presences is None else presences.online)
+        def current_states() -> list[fleet.State]:
+            return fleet.read_states(rows, plan, failed, None if presences is None else presences.online)
 
         try:
-            now = fleet.watch(look, wait, print) if watch else look()
+            now = fleet.watch_boards(current_states, wait, print) if watch else current_states()
         except KeyboardInterrupt:
-            now = look()
-    print("\n".join(fleet.lines(now)))
+            now = current_states()
+    print("\n".join(fleet.format_states(now)))
     if failed:
         raise JobError(
             f"{len(failed)} of {len(rows)} boards were not flashed: the same command again goes on with them"
@@ -57,18 +59,18 @@ def main(table: Path, target: str | None, plan: Plan, *, watch: bool, cert: Path
 
 
 @contextmanager
-def _presences(plan: Plan, cert: Path | None, key: Path | None) -> Iterator[Presences | None]:
-    """Who is online; None: no certificate to look with, or the broker lets nobody in, which is printed."""
+def _connect_presences(plan: Plan, cert: Path | None, key: Path | None) -> Iterator[Presences | None]:
+    # without a connection, boards enrol all the same and their states are still printed
     if cert is None:
         yield None
         return
-    known = agents.load(plan.what.settings)
-    broker = Broker.parse(known.broker.url, ca=known.broker.ca, cert=cert, key=key, session_expiry_s=0)
+    known = agents.load_settings(plan.what.settings)
+    broker = Broker.from_url(known.broker.url, ca=known.broker.ca, cert=cert, key=key, session_expiry_s=0)
     link = MqttLink(broker, CLIENT)
     try:
         presences = None
         try:
-            link.connect(CONNECT_S)
+            link.wait_until_connected(CONNECT_S)
             presences = Presences(link, known.fleet)
         except LinkError as error:  # boards enrol without the broker, and what was flashed is to be told
             print(f"who is online is not looked at: {error}", flush=True)

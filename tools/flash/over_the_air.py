@@ -1,4 +1,4 @@
-"""Bundle of an upgrade over the air, from the wheels that `fedquilt flash` installs: `edge_agent.upgrade.archive`."""
+"""Bundle of an over-the-air upgrade, made from the wheels of `fedquilt flash`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fedquilt.tools.flash.targets import Target
 Say = Callable[[str], None]
 
 
-def manifest(house: Sequence[Path], target: Target, *, whole: bool, system_packages: bool = False) -> Manifest:
-    """Manifest of a bundle.
+def build_manifest(house: Sequence[Path], target: Target, *, whole: bool, system_packages: bool = False) -> Manifest:
+    """Return the manifest of an upgrade bundle.
 
     Args:
-        house: fedquilt's own wheel first, then what it needs.
-        target: kind of board.
-        whole: bring all of it; else fedquilt's own, and the rest has to be on the board already.
-        system_packages: let the agent see the packages of the board's own Python.
+        house: Fedquilt's own wheel first, then its dependencies.
+        target: Kind of board.
+        whole: Whether to include the dependencies. Otherwise the board must have them already.
+        system_packages: Whether the agent may import the packages of the board's own Python.
     """
     brought, left = (house, ()) if whole else (house[:1], house[1:])
-    known = [wheels.Wheel.read(path) for path in left]
+    known = [wheels.Wheel.from_file(path) for path in left]
     return Manifest(
         format=archive.FORMAT,
         version=fedquilt.__version__,
         machine=target.machine,
         python=target.python,
-        wheels={path.name: wheels.sha256(path) for path in brought},
+        wheels={path.name: wheels.file_sha256(path) for path in brought},
         unpacked_bytes=sum(map(bundle.unpacked_bytes, brought)),
         system_packages=system_packages,
         present={one.name: one.version for one in known},
@@ -41,8 +41,8 @@ def manifest(house: Sequence[Path], target: Target, *, whole: bool, system_packa
     )
 
 
-def pack(made: Manifest, house: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None) -> int:
-    """Write a bundle; its size in bytes.
+def pack_bundle(made: Manifest, house: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None) -> int:
+    """Write an upgrade bundle, unsigned if `sign` is None. Return its size in bytes.
 
     Args:
         made: its manifest.
@@ -58,10 +58,10 @@ def pack(made: Manifest, house: Sequence[Path], out: Path, sign: Callable[[bytes
     files[archive.MANIFEST] = text
     if sign is not None:
         files[archive.SIGNATURE] = sign(text)
-    return bundle.pack(files, out, private=False)
+    return bundle.write_archive(files, out, private=False)
 
 
-def make(
+def make_bundle(
     house: Sequence[Path],
     target: Target,
     out: Path,
@@ -71,19 +71,19 @@ def make(
     system_packages: bool = False,
     say: Say = print,
 ) -> None:
-    """Write a bundle, signed where the fleet's authority is at hand, and say what it is.
+    """Write an upgrade bundle and print a summary. The bundle is signed if the authority is here.
 
     Raises:
-        StoreError: it cannot be written, or the authority is damaged.
+        StoreError: If the bundle cannot be written, or the authority is damaged.
     """
-    made = manifest(house, target, whole=whole, system_packages=system_packages)
+    made = build_manifest(house, target, whole=whole, system_packages=system_packages)
     sign = None
     if (authority / "ca.key").is_file():
         from fedquilt.tools.identity.authority import Authority
 
         signs = Authority(authority)
-        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade(time.time()))
-    size = pack(made, house, out, sign)
+        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade_number(time.time()))
+    size = pack_bundle(made, house, out, sign)
     signed = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
     brings = f"{len(made.wheels)} wheel{'s' * (len(made.wheels) > 1)}"
     kind = f"{target.machine}, Python {made.python}"

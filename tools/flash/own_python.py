@@ -1,4 +1,4 @@
-"""A Python to bring along to a board whose own is too old: JetPack 5 has 3.8, JetPack 4 has 3.6.
+"""Portable Python for boards with an older Python: JetPack 5 has 3.8, JetPack 4 has 3.6.
 
     python -m fedquilt.tools.flash.own_python python-3.11-aarch64.tar
 
@@ -45,11 +45,6 @@ Run = Callable[[Sequence[str]], str]
 
 
 def run(words: Sequence[str], given: str = "") -> str:
-    """What a program says on standard output.
-
-    Raises:
-        JobError: it is not there or fails; with its last words.
-    """
     try:
         done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -61,11 +56,6 @@ def run(words: Sequence[str], given: str = "") -> str:
 
 
 def debian_mirror(suite: str, listed: Run = run) -> str:
-    """The Debian archive that apt uses here; the one with this suite if there are several.
-
-    Raises:
-        JobError: apt knows none.
-    """
     try:
         rows = [line.split("|") for line in listed([*TARGETS, "Created-By: Packages"]).splitlines()]
     except JobError as error:
@@ -79,24 +69,24 @@ def debian_mirror(suite: str, listed: Run = run) -> str:
     raise JobError(f"{why}: name one with --mirror URL, or run `apt-get update` if its lists are missing")
 
 
-def make(out: Path, mirror: str | None = None) -> int:
-    """Make the archive; its size in bytes.
+def build_archive(out: Path, mirror: str | None = None) -> int:
+    """Build the archive of a portable Python and return its size in bytes.
 
     Args:
-        out: file for the tar archive: one folder, `python`.
-        mirror: Debian's archive; None: the one that apt uses here.
+        out: Path of the tar archive, which contains one folder, `python`.
+        mirror: URL of Debian's archive, or None for the one that apt uses here.
 
     Raises:
-        JobError: apt or dpkg-deb are missing or fail.
-        StoreError: it cannot be written.
+        JobError: If apt or dpkg-deb is missing or fails.
+        StoreError: If the archive cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        packages = download(Path(scratch), mirror or debian_mirror(SUITE))
-        return pack(compose(packages, Path(scratch)), out)
+        packages = download_packages(Path(scratch), mirror or debian_mirror(SUITE))
+        return pack_folder(unpack_packages(packages, Path(scratch)), out)
 
 
-def download(scratch: Path, mirror: str) -> list[Path]:
-    """Debian's packages for arm64, verified by apt with Debian's keys; this machine's own lists stay as they are."""
+def download_packages(scratch: Path, mirror: str) -> list[Path]:
+    """Download the arm64 packages of Debian with apt, separately from this machine's package lists."""
     for folder in ("lists/partial", "cache/archives/partial", "debs"):
         (scratch / folder).mkdir(parents=True)
     (scratch / "status").touch()
@@ -117,8 +107,7 @@ def download(scratch: Path, mirror: str) -> list[Path]:
     return sorted((scratch / "debs").glob("*.deb"))
 
 
-def compose(packages: Iterable[Path], scratch: Path) -> Path:
-    """The folder of a Python that runs from wherever it lies, of Debian's packages."""
+def unpack_packages(packages: Iterable[Path], scratch: Path) -> Path:
     whole, home = scratch / "whole", scratch / "python"
     for package in packages:
         run(["dpkg-deb", "-x", str(package), str(whole)])
@@ -136,10 +125,8 @@ def compose(packages: Iterable[Path], scratch: Path) -> Path:
     return home
 
 
-def pack(home: Path, out: Path) -> int:
-    """The folder as a tar archive, root's own; its size in bytes. The same files make the same bytes."""
-
-    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def pack_folder(home: Path, out: Path) -> int:
+    def reset_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = entry.mtime = 0
         entry.uname = entry.gname = ""
         return entry
@@ -147,15 +134,15 @@ def pack(home: Path, out: Path) -> int:
     with doing(f"write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(out, "w") as archive:
-            archive.add(home, "python", filter=plain)
+            archive.add(home, "python", filter=reset_owner)
     return out.stat().st_size
 
 
-def check(path: Path) -> str:
-    """Version of the Python in an archive to bring along, as "3.11".
+def read_python_version(path: Path) -> str:
+    """Return the version of the Python in an archive, such as "3.11".
 
     Raises:
-        JobError: it is no such archive.
+        JobError: If the file is unreadable or not an archive of a portable Python.
     """
     try:
         with tarfile.open(path) as archive:
@@ -170,13 +157,12 @@ def check(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make one by the words of the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description="Make a Python to bring to old boards.")
     parser.add_argument("out", type=Path, help="the archive to write, such as python-3.11-aarch64.tar")
     parser.add_argument("--mirror", help="Debian's archive (default: the one that apt uses here)")
     options = parser.parse_args(arguments)
     try:
-        size = make(options.out, options.mirror)
+        size = build_archive(options.out, options.mirror)
     except FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Where the root file system lies in a disk image, by its partition table: GPT (L4T) or MBR (Raspberry Pi OS)."""
+"""Root file system of a disk image, from its partition table: GPT (L4T) or MBR (Raspberry Pi OS)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ENTRIES: Final = 256
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition. Number 0 is a whole image without a table."""
+    """A partition of a disk image. Number 0 is an image without a partition table."""
 
     number: int
     offset: int  # bytes
@@ -30,22 +30,22 @@ class Partition:
         return f"partition {self.number}" + (f" ({self.name})" if self.name else "")
 
 
-def root(image: Path, *, called: Path | None = None) -> Partition:
-    """The partition with the root file system: L4T's is named APP, any other image's is its largest of type ext.
+def find_root_partition(image: Path, *, called: Path | None = None) -> Partition:
+    """Return the ext partition named APP (L4T), or else the largest ext partition.
 
     Args:
-        image: disk image.
-        called: file that a refusal names in place of `image`, where that is a copy.
+        image: Disk image.
+        called: File named in errors, if `image` is a copy.
 
     Raises:
-        Refused: a format that is no disk image, or one without such a partition.
-        OSError: it cannot be read.
+        Refused: If the file is not a disk image or does not have such a partition.
+        OSError: If the file cannot be read.
     """
     name = called or image
     with image.open("rb") as file:
         if file.read(4) == SPARSE:
             raise Refused(f"{name} is in Android's sparse format: simg2img {name} raw.img, and take raw.img")
-        found = [Partition(0, 0, image.stat().st_size), *(_gpt(file) or _mbr(file))]
+        found = [Partition(0, 0, image.stat().st_size), *(_read_gpt(file) or _read_mbr(file))]
         ext = [one for one in found if _is_ext(file, one.offset)]
     if not ext:
         has = ", ".join(map(str, found[1:])) or "no partition table"
@@ -53,9 +53,9 @@ def root(image: Path, *, called: Path | None = None) -> Partition:
     return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
 
 
-def _gpt(file: BinaryIO) -> list[Partition]:
-    """Entries of a GUID partition table (UEFI specification, 5.3)."""
-    head = _at(file, SECTOR, 92)
+def _read_gpt(file: BinaryIO) -> list[Partition]:
+    # UEFI specification, 5.3
+    head = _read_at(file, SECTOR, 92)
     if head[:8] != b"EFI PART":
         return []
     first, count, size = struct.unpack("<QII", head[72:88])
@@ -63,7 +63,7 @@ def _gpt(file: BinaryIO) -> list[Partition]:
         return []
     found = []
     for number in range(min(count, MOST_ENTRIES)):
-        entry = _at(file, first * SECTOR + number * size, 128)
+        entry = _read_at(file, first * SECTOR + number * size, 128)
         if len(entry) == 128 and any(entry[:16]):
             begin, end = struct.unpack("<QQ", entry[32:48])
             name = entry[56:].decode("utf-16-le", "replace").rstrip("\0")
@@ -71,9 +71,9 @@ def _gpt(file: BinaryIO) -> list[Partition]:
     return found
 
 
-def _mbr(file: BinaryIO) -> list[Partition]:
-    """The four entries of a master boot record; logical partitions are left out, as no board boots from one."""
-    head = _at(file, 0, SECTOR)
+def _read_mbr(file: BinaryIO) -> list[Partition]:
+    # logical partitions are skipped: no board boots from one
+    head = _read_at(file, 0, SECTOR)
     if head[510:] != b"\x55\xaa":
         return []
     entries = [struct.unpack("<B3xB3xII", head[446 + 16 * number :][:16]) for number in range(4)]
@@ -85,9 +85,9 @@ def _mbr(file: BinaryIO) -> list[Partition]:
 
 
 def _is_ext(file: BinaryIO, offset: int) -> bool:
-    return _at(file, offset + 1024 + 56, 2) == b"\x53\xef"
+    return _read_at(file, offset + 1024 + 56, 2) == b"\x53\xef"
 
 
-def _at(file: BinaryIO, offset: int, size: int) -> bytes:
+def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
     file.seek(offset)
     return file.read(size)

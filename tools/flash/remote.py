@@ -1,4 +1,4 @@
-"""A running board, through the ssh program: its own settings, keys and agent say who may come in."""
+"""Installation on a running board through the ssh program."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ UNPACK: Final = f'umask 077; d=$(mktemp -d) && tar -x -C "$d" && mv "$d/{TOP}" "
 
 
 class Host:
-    """One board.
+    """A board that is reached by ssh.
 
     Args:
-        name: as ssh takes it, "user@host" or a name of ~/.ssh/config.
+        name: Host as on ssh's command line, "user@host" or a name of ~/.ssh/config.
+        options: Further options of ssh.
 
     Raises:
-        LinkError: a name that ssh would take for an option.
+        LinkError: If ssh would read the name as an option.
     """
 
     def __init__(self, name: str, options: Sequence[str] = ()) -> None:
@@ -33,14 +34,19 @@ class Host:
             raise LinkError(f"--ssh {name!r} is no host: write user@host")
         self.name, self._options = name, tuple(options)
 
-    def check(self, machine: str, interpreter: str, brings: bool = False) -> bool:
-        """Whether root is who comes in. `brings`: the interpreter comes along in the bundle.
+    def check_board(self, machine: str, interpreter: str, brings: bool = False) -> bool:
+        """Check machine and Python of the board. Return whether ssh logs in as root.
+
+        Args:
+            machine: Required machine, as printed by `uname -m`.
+            interpreter: Path of the required Python.
+            brings: Whether the bundle contains the Python.
 
         Raises:
-            LinkError: it cannot be reached.
-            Refused: another machine, or no such Python.
+            LinkError: If the board is unreachable.
+            Refused: If the machine is another or the Python is missing.
         """
-        said = self._ask(f"sh -c {shlex.quote(PROBE)} sh {shlex.quote(interpreter)}").split("\n")
+        said = self._run_captured(f"sh -c {shlex.quote(PROBE)} sh {shlex.quote(interpreter)}").split("\n")
         found, user = said[0].strip(), said[1].strip() if len(said) > 1 else ""
         if found != machine:
             raise Refused(f"{self.name} is {found or 'no Linux'}, and the target {machine}: name that board's --target")
@@ -50,41 +56,36 @@ class Host:
             raise Refused(f"{self.name} has no {interpreter}{has}: name what it has with --python or --interpreter")
         return user == "0"
 
-    def install(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
-        """Copy a bundle over, run its install.sh, and take the copy away again, whatever happens.
+    def install_archive(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
+        """Copy a bundle to the board, run its install.sh, and remove the copy in any case.
 
-        sudo may ask for its password: it has this terminal.
+        sudo may request a password on this terminal.
 
         Raises:
-            LinkError: the copy or the installation failed.
+            LinkError: If the copy or the installation failed.
         """
         with archive.open("rb") as file:
-            folder = self._ask(f"sh -c {shlex.quote(UNPACK)}", stdin=file).strip().split("\n")[-1]
+            folder = self._run_captured(f"sh -c {shlex.quote(UNPACK)}", stdin=file).strip().split("\n")[-1]
         if not re.fullmatch(r"/[A-Za-z0-9._/-]+", folder):
             raise LinkError(f"{self.name}: the bundle was not unpacked: {folder[:200]}")
-        self._run(root, f"{folder}/b/install.sh", arguments, then=f"rm -rf {folder}")
+        self._run_script(root, f"{folder}/b/install.sh", arguments, then=f"rm -rf {folder}")
 
     def uninstall(self, arguments: Sequence[str]) -> None:
-        """Take fedquilt out again, with what it has brought there itself.
-
-        Raises:
-            LinkError: it cannot be reached, or has no fedquilt.
-        """
-        root = self._ask("id -u").strip() == "0"
+        root = self._run_captured("id -u").strip() == "0"
         home = "/opt/fedquilt/current"
-        self._talk(f"{'' if root else 'sudo '}{home}/bin/python -B {home}/install.py {' '.join(arguments)}")
+        self._run_interactive(f"{'' if root else 'sudo '}{home}/bin/python -B {home}/install.py {' '.join(arguments)}")
 
-    def _run(self, root: bool, script: str, arguments: Sequence[str], then: str) -> None:
+    def _run_script(self, root: bool, script: str, arguments: Sequence[str], then: str) -> None:
         sudo = "" if root else "sudo "
         command = f"{sudo}sh {script} {' '.join(arguments)}; code=$?; {then}; exit $code"
-        self._talk(f"sh -c {shlex.quote(command)}")
+        self._run_interactive(f"sh -c {shlex.quote(command)}")
 
-    def _talk(self, command: str) -> None:
+    def _run_interactive(self, command: str) -> None:
         done = subprocess.run(["ssh", "-t", *self._options, self.name, command], check=False)
         if done.returncode:
             raise LinkError(f"{self.name}: it ended with {done.returncode}; what it said stands above")
 
-    def _ask(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
+    def _run_captured(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
         try:
             done = subprocess.run(
                 ["ssh", *self._options, self.name, command],

@@ -1,4 +1,4 @@
-"""Boards that a bundle can be made for: which Python they ship or get, and which wheels they take."""
+"""Kinds of boards for which a bundle can be built, with their Python and wheel tags."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from fedquilt.core import JobError
 
 @dataclass(frozen=True)
 class Target:
-    """What decides which wheels run.
+    """A kind of board, and the properties that select its wheels.
 
-    Args:
-        python: "3.10"; "" where it depends on the board's system.
-        glibc: minor version of the oldest glibc 2 there.
-        index: package index of wheels that PyPI does not have for this board; "": none.
-        systemd: its version there. Before 247 it hands no credentials to a service, before 239 it knows no group of
-            system calls for services.
-        brings: whether it needs a Python that comes along in the bundle (`own_python`).
+    Attributes:
+        python: Version such as "3.10", or "" if it depends on the board's system.
+        glibc: Minor version of the oldest supported glibc 2.
+        index: Package index of wheels for this board that are not on PyPI, or "".
+        systemd: Version of systemd. Credentials require 247, and groups of system calls require 239.
+        brings: Whether the bundle must contain a Python (`own_python`).
     """
 
     name: str
@@ -32,20 +31,20 @@ class Target:
     brings: bool = False
 
     @property
-    def local(self) -> str:
-        """Tag of wheels built for one kind of board, as NVIDIA tags its own; PyPI takes none of them."""
+    def local_platform(self) -> str:
+        # tag of NVIDIA's own builds, which PyPI does not accept
         return f"linux_{self.machine}"
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Tags of wheels that run on any system with that glibc, newest first (PEP 600)."""
+        # newest first (PEP 600)
         return (
             *(f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 16, -1)),
             f"manylinux2014_{self.machine}",
         )
 
-    def environment(self) -> dict[str, str]:
-        """Environment in which markers are evaluated (PEP 508)."""
+    def marker_environment(self) -> dict[str, str]:
+        """Return the environment for markers of requirements (PEP 508)."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -82,11 +81,11 @@ OWN_PYTHON: Final = (
 )
 
 
-def find(name: str, python: str | None = None, interpreter: str | None = None) -> Target:
-    """A target by its name, with another Python or interpreter than its own if given.
+def find_target(name: str, python: str | None = None, interpreter: str | None = None) -> Target:
+    """Return a target by name, with its Python or interpreter replaced where given.
 
     Raises:
-        JobError: unknown; a version that fedquilt does not run on.
+        JobError: If the target is unknown, or fedquilt does not support the version.
     """
     if name not in KNOWN:
         raise JobError(f"no target {name!r}: one of {', '.join(KNOWN)}")

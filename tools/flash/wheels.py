@@ -1,4 +1,4 @@
-"""The wheels a board needs: resolved for its Python and machine on the operator's, and locked by their hashes.
+"""Wheels for a board, resolved on the operator's machine and locked by their hashes.
 
 pip finds versions; but it reads the markers of a foreign target ("tomli; python_version < '3.11'") as this
 machine's Python, so what is needed is worked out here from the wheels' own metadata.
@@ -48,16 +48,13 @@ class Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Wheel:
-    """Metadata of a wheel."""
-
     name: str  # canonical
     version: str
     requires: tuple[str, ...]
     path: Path
 
     @classmethod
-    def read(cls, path: Path) -> Wheel:
-        """Raises StoreError where it is no wheel."""
+    def from_file(cls, path: Path) -> Wheel:
         from packaging.utils import canonicalize_name
 
         try:
@@ -72,19 +69,19 @@ class Wheel:
 # -- our own --------------------------------------------------------------------------------------
 
 
-def own(folder: Path) -> Path:
-    """Wheel of fedquilt itself, from the running files: no build tool, and the same bytes each time.
+def build_own_wheel(folder: Path) -> Path:
+    """Build fedquilt's own wheel from the running files. Same files give same bytes.
 
     Raises:
-        StoreError: the folder cannot be written.
+        StoreError: If the folder cannot be written.
     """
     package = Path(fedquilt.__file__).parent
     info = f"fedquilt-{fedquilt.__version__}.dist-info"
-    files = dict(_files(package))
-    files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in _said(package.parent)).encode()
+    files = dict(_package_files(package))
+    files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in _read_metadata(package.parent)).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
-    record = "".join(f"{name},sha256={_urlsafe(data)},{len(data)}\n" for name, data in files.items())
+    record = "".join(f"{name},sha256={_urlsafe_sha256(data)},{len(data)}\n" for name, data in files.items())
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
@@ -98,8 +95,8 @@ def own(folder: Path) -> Path:
     return path
 
 
-def _said(clone: Path) -> list[tuple[str, str]]:
-    """The METADATA of the wheel: in a clone from its pyproject.toml, which an editable installation may lag behind."""
+def _read_metadata(clone: Path) -> list[tuple[str, str]]:
+    # pyproject.toml comes first, because the metadata of an editable installation may be outdated
     said = [("Metadata-Version", "2.1"), ("Name", "fedquilt"), ("Version", fedquilt.__version__)]
     if not (clone / "pyproject.toml").is_file():
         known = metadata.metadata("fedquilt")
@@ -108,7 +105,7 @@ def _said(clone: Path) -> list[tuple[str, str]]:
         ]
     from packaging.requirements import Requirement
 
-    project = config.read(clone / "pyproject.toml")["project"]
+    project = config.read_toml(clone / "pyproject.toml")["project"]
     said += [("Requires-Dist", line) for line in project["dependencies"]]
     for extra, lines in project["optional-dependencies"].items():
         said.append(("Provides-Extra", extra))
@@ -119,8 +116,7 @@ def _said(clone: Path) -> list[tuple[str, str]]:
     return said
 
 
-def _files(package: Path) -> Iterable[tuple[str, bytes]]:
-    """The package's files by their names in a wheel. Its folders may be links, as they are in a clone."""
+def _package_files(package: Path) -> Iterable[tuple[str, bytes]]:
     for folder, folders, names in os.walk(package, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
         for name in sorted(names):
@@ -129,14 +125,14 @@ def _files(package: Path) -> Iterable[tuple[str, bytes]]:
                 yield f"fedquilt/{path.relative_to(package).as_posix()}", path.read_bytes()
 
 
-def _urlsafe(data: bytes) -> str:
+def _urlsafe_sha256(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 # -- everything it needs --------------------------------------------------------------------------
 
 
-def house(
+def collect_wheels(
     target: Target,
     extras: Sequence[str],
     cache: Path,
@@ -145,25 +141,25 @@ def house(
     constraint: Path | None = None,
     refresh: bool = False,
 ) -> tuple[list[Path], str]:
-    """Collect an agent's wheels with these extras for a target, fedquilt's own first, and the lock of their hashes.
+    """Return the wheels for a target, fedquilt's own first, and their lock file.
 
-    The others are downloaded once, into `cache`, so that all boards of a fleet get the same ones.
+    Wheels are downloaded once into `cache`, so that all boards of a fleet get the same versions.
 
     Args:
-        target: kind of board.
-        extras: of fedquilt.
-        cache: folder of downloads.
-        index: one more package index; wheels with a GPU in them are taken from it, whatever PyPI has under their names.
-        constraint: pip's constraints file with allowed versions.
-        refresh: look for newer packages.
+        target: Kind of board.
+        extras: Extras of fedquilt.
+        cache: Folder of downloads.
+        index: Further package index, preferred over PyPI for packages with GPU builds.
+        constraint: Constraints file of pip with allowed versions.
+        refresh: Whether to look for newer packages.
 
     Raises:
-        JobError: an extra that fedquilt lacks; no such wheels; no such file of constraints.
-        StoreError: the cache cannot be used.
+        JobError: If an extra is unknown, wheels are missing, or the constraints file is unreadable.
+        StoreError: If the cache is unusable.
     """
-    allowed, index = _allowed(constraint), index or target.index or None
+    allowed, index = _read_constraints(constraint), index or target.index or None
     extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
-    known = {value for key, value in _said(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
+    known = {value for key, value in _read_metadata(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known:
             raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
@@ -172,20 +168,20 @@ def house(
     with doing(f"use {cache}", "free some space or name another folder with --wheels"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
-        mine = own(folder)
-        question = (Wheel.read(mine).requires, target, sorted(extras), index, allowed)
+        mine = build_own_wheel(folder)
+        question = (Wheel.from_file(mine).requires, target, sorted(extras), index, allowed)
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
-        found = None if refresh else _kept(folder, asked)
+        found = None if refresh else _load_cached_wheels(folder, asked)
         if found is None:
-            found = _resolved(mine, target, extras, folder, index, constraint)
-            _keep(folder, found, asked)
+            found = _resolve_wheels(mine, target, extras, folder, index, constraint)
+            _save_cached_wheels(folder, found, asked)
         for other in folder.glob("*.whl"):
             if other != mine and other not in found:
                 other.unlink()
-        return [mine, *found], lock([mine, *found])
+        return [mine, *found], format_lock([mine, *found])
 
 
-def _allowed(constraint: Path | None) -> bytes:
+def _read_constraints(constraint: Path | None) -> bytes:
     try:
         return b"" if constraint is None else constraint.read_bytes()
     except OSError as error:
@@ -194,14 +190,13 @@ def _allowed(constraint: Path | None) -> bytes:
         ) from None
 
 
-def lock(wheels: Sequence[Path]) -> str:
-    """A requirements file that `pip install --require-hashes --no-index --find-links wheels -r` takes."""
-    read = sorted((Wheel.read(path) for path in wheels), key=lambda wheel: wheel.name)
-    return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{sha256(wheel.path)}\n" for wheel in read)
+def format_lock(wheels: Sequence[Path]) -> str:
+    """Return a requirements file with hashes for `pip install --require-hashes`."""
+    read = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
+    return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in read)
 
 
-def sha256(path: Path) -> str:
-    """Hash (sha256) of a file in hex."""
+def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while some := file.read(1 << 20):
@@ -209,61 +204,57 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _kept(folder: Path, asked: str) -> list[Path] | None:
-    """Wheels that an earlier call downloaded for the same question, if all are there and whole."""
+def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
     try:
         kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=Kept)
     except (OSError, *UNDECODABLE):
         return None
     paths = {folder / name: digest for name, digest in kept.sha256_by_name.items()}
-    if kept.asked != asked or not all(path.is_file() and sha256(path) == digest for path, digest in paths.items()):
+    if kept.asked != asked or not all(path.is_file() and file_sha256(path) == digest for path, digest in paths.items()):
         return None
     return list(paths)
 
 
-def _keep(folder: Path, wheels: Sequence[Path], asked: str) -> None:
-    kept = Kept(asked=asked, sha256_by_name={path.name: sha256(path) for path in wheels})
+def _save_cached_wheels(folder: Path, wheels: Sequence[Path], asked: str) -> None:
+    kept = Kept(asked=asked, sha256_by_name={path.name: file_sha256(path) for path in wheels})
     (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
 
 
-def _resolved(
+def _resolve_wheels(
     mine: Path, target: Target, extras: Sequence[str], folder: Path, index: str | None, constraint: Path | None
 ) -> list[Path]:
-    """Download with pip until nothing is missing; then only what the target needs is kept."""
     root = f"fedquilt[{','.join(extras)}]" if extras else "fedquilt"
     with tempfile.TemporaryDirectory(dir=folder) as built:
-        more = [] if index is None else _for_a_gpu(root, mine, target, Path(built), index, constraint)
-        return _complete(root, mine, target, folder, index, constraint, more)
+        more = [] if index is None else _pin_gpu_builds(root, mine, target, Path(built), index, constraint)
+        return _download_closure(root, mine, target, folder, index, constraint, more)
 
 
-def _for_a_gpu(root: str, mine: Path, target: Target, folder: Path, index: str, constraint: Path | None) -> list[str]:
-    """Requirements that pin builds of the index: PyPI has newer ones of the same names, for a CUDA that is not there.
-
-    A wheel compiled with NumPy 1 pins NumPy as well: it does not run beside NumPy 2.
-    """
+def _pin_gpu_builds(
+    root: str, mine: Path, target: Target, folder: Path, index: str, constraint: Path | None
+) -> list[str]:
+    # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
     from packaging.requirements import Requirement
 
-    _, missing = closure(root, {"fedquilt": Wheel.read(mine)}, target)
+    _, missing = dependency_closure(root, {"fedquilt": Wheel.from_file(mine)}, target)
     alone = ["--no-deps", "--index-url", index]
     for wanted in missing:
         if Requirement(wanted).name in FOR_A_GPU:  # what the index does not have is looked for like all others
-            _pip([wanted], folder, target, constraint, alone, local=True)
+            _run_pip_download([wanted], folder, target, constraint, alone, local=True)
     pinned = []
-    for wheel in map(Wheel.read, sorted(folder.glob("*.whl"))):
+    for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):
         pinned.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
-        if wheel.name == "torch" and not _knows_numpy_2(wheel.path):
+        if wheel.name == "torch" and not _is_built_for_numpy_2(wheel.path):
             pinned.append("numpy<2")
     return pinned
 
 
-def _knows_numpy_2(torch: Path) -> bool:
-    """Whether a wheel of torch was compiled with the headers of NumPy 2; one without any compiled part counts so."""
+def _is_built_for_numpy_2(torch: Path) -> bool:
     with zipfile.ZipFile(torch) as archive:
         names = [name for name in archive.namelist() if name.endswith("libtorch_python.so")]
         return not names or any(NUMPY_2 in archive.read(name) for name in names)
 
 
-def _complete(
+def _download_closure(
     root: str,
     mine: Path,
     target: Target,
@@ -272,12 +263,11 @@ def _complete(
     constraint: Path | None,
     more: list[str],
 ) -> list[Path]:
-    """Download until nothing is missing beside what is required already."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _download([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
-            got = {wheel.name: wheel for wheel in map(Wheel.read, sorted(Path(scratch).glob("*.whl")))}
-            needed, missing = closure(root, got, target)
+            _download_wheels([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
+            got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
+            needed, missing = dependency_closure(root, got, target)
             if not missing:
                 kept = [got[name].path for name in sorted(needed - {"fedquilt"})]
                 return [Path(shutil.copy(path, folder / path.name)) for path in kept]
@@ -285,8 +275,8 @@ def _complete(
     raise JobError(f"wheels for {target.name} cannot be resolved: {', '.join(more)} asks for more each time")
 
 
-def closure(root: str, wheels: Mapping[str, Wheel], target: Target) -> tuple[set[str], list[str]]:
-    """Names of the wheels that `root` needs on the target, and the requirements that none of them meets."""
+def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: Target) -> tuple[set[str], list[str]]:
+    """Return the names of the wheels that `root` needs on the target, and the unmet requirements."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -304,15 +294,14 @@ def closure(root: str, wheels: Mapping[str, Wheel], target: Target) -> tuple[set
         fresh = ({"", *wanted.extras}) - needed.get(name, set())
         needed.setdefault(name, set()).update(fresh)
         for extra in sorted(fresh):
-            waiting += [one for one in map(Requirement, wheel.requires) if _applies(one, target, extra)]
+            waiting += [one for one in map(Requirement, wheel.requires) if _applies_to_extra(one, target, extra)]
     return set(needed), sorted(set(missing))
 
 
-def _applies(one: Requirement, target: Target, extra: str) -> bool:
-    """Whether a line of metadata is meant for this target, for the sake of this extra ("": in any case)."""
+def _applies_to_extra(one: Requirement, target: Target, extra: str) -> bool:
     if one.marker is None:
         return not extra
-    environment = target.environment()
+    environment = target.marker_environment()
     if not extra:
         return one.marker.evaluate({**environment, "extra": ""})
     return one.marker.evaluate({**environment, "extra": extra}) and not one.marker.evaluate(
@@ -320,9 +309,11 @@ def _applies(one: Requirement, target: Target, extra: str) -> bool:
     )
 
 
-def _download(what: Sequence[str], folder: Path, target: Target, index: str | None, constraint: Path | None) -> None:
+def _download_wheels(
+    what: Sequence[str], folder: Path, target: Target, index: str | None, constraint: Path | None
+) -> None:
     besides = ["--extra-index-url", index] if index else []
-    why = _pip(what, folder, target, constraint, besides, local=index is not None)
+    why = _run_pip_download(what, folder, target, constraint, besides, local=index is not None)
     if why is not None:
         raise JobError(
             f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
@@ -331,10 +322,10 @@ def _download(what: Sequence[str], folder: Path, target: Target, index: str | No
         )
 
 
-def _pip(
+def _run_pip_download(
     what: Sequence[str], folder: Path, target: Target, constraint: Path | None, where: Sequence[str], *, local: bool
 ) -> str | None:
-    """Download with pip; None, or why it cannot.
+    """Download wheels with pip. Return None, or the error.
 
     Args:
         what: requirements.
@@ -346,7 +337,7 @@ def _pip(
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
-    for platform in ([target.local] if local else []) + list(target.platforms):
+    for platform in ([target.local_platform] if local else []) + list(target.platforms):
         command += ["--platform", platform]
     command += ["--constraint", str(constraint)] if constraint else []
     done = subprocess.run([*command, *where, "--dest", str(folder), *what], capture_output=True, text=True, check=False)

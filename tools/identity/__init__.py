@@ -1,1 +1,1 @@
-"""Identities of a fleet: its certificate authority, enrolment, and the broker's configuration."""
+"""Certificate authority, enrolment and broker configuration of a fleet."""

@@ -1,4 +1,4 @@
-"""A fleet's certificate authority: a folder with its key, certificate, revocation list and register.
+"""Certificate authority of a fleet: a folder with key, certificate, revocation list and register.
 
 ECDSA on P-256 throughout. What a certificate may be used for is in it: a device's and an observer's
 only to be a client, a server's only to be a server, so that a board's own certificate cannot pose as
@@ -26,7 +26,7 @@ from fedquilt import disk, enrolment
 from fedquilt.core import JobError, SiteRight, StoreError, WireError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.tools.identity import shapes
-from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
+from fedquilt.tools.identity.register import Issued, Kind, Register, format_time
 from fedquilt.transport import handshake, sealed
 
 DAY_S: Final = 86400.0
@@ -46,10 +46,10 @@ _USE = {
 
 
 class Authority:
-    """An authority that `create` made.
+    """Certificate authority in an existing folder (made by `create`).
 
     Raises:
-        StoreError: there is none in the folder, or it cannot be read.
+        StoreError: If the folder does not contain an authority, or files are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,13 +70,17 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> Authority:
-        """Make one: key 0600 in a folder 0700.
+        """Create an authority, with its key readable only by the current user.
 
-        `crl_url`: where the revocation list will be fetched from (EMQX); it is written into certificates.
+        Args:
+            folder: Folder of the authority.
+            name: Common name of the authority.
+            now_s: Current time.
+            crl_url: URL of the revocation list (for EMQX), which is part of each certificate.
 
         Raises:
-            JobError: there is one already, or the name or URL cannot be used.
-            StoreError: the folder cannot be written.
+            JobError: If an authority exists already, or the name or URL is invalid.
+            StoreError: If the folder cannot be written.
         """
         if (folder / "ca.key").exists():
             raise JobError(f"{folder} holds an authority already: every certificate of the fleet hangs on it")
@@ -87,26 +91,28 @@ class Authority:
         with disk.doing(f"make {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-        key, subject = ec.generate_private_key(ec.SECP256R1()), shapes.subject(name)
+        key, subject = ec.generate_private_key(ec.SECP256R1()), shapes.subject_name(name)
         builder = (
             x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(EPOCH)
-            .not_valid_after(shapes.date(now_s + AUTHORITY_DAYS * DAY_S))
+            .not_valid_after(shapes.to_datetime(now_s + AUTHORITY_DAYS * DAY_S))
             .add_extension(x509.BasicConstraints(True, 0), critical=True)
-            .add_extension(shapes.usage(signs_certificates=True), critical=True)
+            .add_extension(shapes.key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         )
         if crl_url is not None:
-            builder = builder.add_extension(shapes.points(crl_url), critical=False)
-        enrolment.keep(folder / "ca.crt", shapes.pem(builder.sign(key, hashes.SHA256())), 0o644)
-        enrolment.keep(folder / "ca.key", shapes.pem_of_key(key), 0o600)
+            builder = builder.add_extension(shapes.crl_distribution_points(crl_url), critical=False)
+        enrolment.write_file_with_mode(
+            folder / "ca.crt", shapes.certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644
+        )
+        enrolment.write_file_with_mode(folder / "ca.key", shapes.key_to_pem(key), 0o600)
         made = cls(folder)
         made.write_crl(now_s)
         return made
 
     @property
     def crl_url(self) -> str | None:
-        """URL of the revocation list in its certificate; None: it names none."""
+        """URL of the revocation list from the authority's certificate, or None."""
         try:
             points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
         except x509.ExtensionNotFound:
@@ -116,10 +122,10 @@ class Authority:
     # -- signing ----------------------------------------------------------------------------------
 
     def read_request(self, pem: str, device: str) -> ec.EllipticCurvePublicKey:
-        """Return the key of a signing request, after checking that it may be signed for this device.
+        """Return the public key of a signing request after checking that the device may have it.
 
         Raises:
-            JobError: not a request for it, a bad signature, another kind of key, or a name that no device may have.
+            JobError: If the request, its signature, key or name is invalid, or the key was revoked.
         """
         try:
             csr = x509.load_pem_x509_csr(pem.encode())
@@ -132,16 +138,16 @@ class Authority:
             raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt enrol board` make it")
         if name != device:
             raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
-        known = self.register.certificates(device)
+        known = self.register.list_certificates(device)
         if device in RESERVED or any(one.kind != "device" for one in known):
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
         if (
-            site := next((site for site, right in self.valid_sites(clock_s()) if right.covers(device)), None)
+            site := next((site for site, right in self.valid_sites(clock_s()) if right.authorizes(device)), None)
         ) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
-        if any(one.key_id == enrolment.key_id(key) and one.revoked_s is not None for one in known):
+        if any(one.key_id == enrolment.key_fingerprint(key) and one.revoked_s is not None for one in known):
             raise JobError(
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
             )
@@ -158,54 +164,58 @@ class Authority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> Issued:
-        """Sign a certificate for a key, and add it to the register (call within `register.together`).
+        """Sign a certificate for a key and add it to the register, within `register.transaction`.
 
         Raises:
-            JobError: a name or host that cannot be used.
+            JobError: If the name or a host is invalid.
         """
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
         checked_by_boards = kind in ("server", "coordinator")
-        begins = EPOCH if checked_by_boards else shapes.date(now_s - DAY_S)  # a broker's clock may be somewhat behind
-        ends = min(shapes.date(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc)
+        begins = (
+            EPOCH if checked_by_boards else shapes.to_datetime(now_s - DAY_S)
+        )  # a broker's clock may be somewhat behind
+        ends = min(
+            shapes.to_datetime(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc
+        )
         builder = (
             x509.CertificateBuilder(
                 self.cert.subject,
-                shapes.subject(name, sealed.OBSERVER if kind == "observer" else None),
+                shapes.subject_name(name, sealed.OBSERVER if kind == "observer" else None),
                 key,
                 x509.random_serial_number(),
             )
             .not_valid_before(begins)
             .not_valid_after(ends)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(shapes.usage(), critical=True)
+            .add_extension(shapes.key_usage(), critical=True)
             .add_extension(x509.ExtendedKeyUsage(_USE[kind]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(shapes.authority_id(self.cert), critical=False)
+            .add_extension(shapes.authority_key_id(self.cert), critical=False)
         )
-        names = [shapes.host(one) for one in hosts]
+        names = [shapes.to_general_name(one) for one in hosts]
         if right is not None:
             names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(right)))
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         if self.crl_url is not None:
-            builder = builder.add_extension(shapes.points(self.crl_url), critical=False)
+            builder = builder.add_extension(shapes.crl_distribution_points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
         made = Issued(
             serial=f"{cert.serial_number:x}",
             name=name,
             kind=kind,
-            key_id=enrolment.key_id(key),
+            key_id=enrolment.key_fingerprint(key),
             issued_s=now_s,
             ends_s=ends.timestamp(),
             revoked_s=None,
-            pem=shapes.pem(cert).decode(),
+            pem=shapes.certificate_to_pem(cert).decode(),
         )
-        self.register.add(made)
+        self.register.add_certificate(made)
         return made
 
-    def next_upgrade(self, now_s: float) -> int:
-        """Number for the next upgrade that is signed: greater than any before, by which boards know an old one.
+    def next_upgrade_number(self, now_s: float) -> int:
+        """Reserve the number of the next signed upgrade, greater than all earlier numbers.
 
         It is no less than the seconds since 1970, so that it grows also in a folder that was put back from a copy.
 
@@ -213,16 +223,16 @@ class Authority:
             StoreError: the folder cannot be read or written.
         """
         file = self.folder / "upgrades"
-        with self.register.together():  # one at a time
+        with self.register.transaction():  # one at a time
             with disk.doing(f"read {file}"):
                 text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else "0"
             last = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
             number = max(last + 1, int(now_s))
-            enrolment.keep(file, f"{number}\n".encode(), 0o600)
+            enrolment.write_file_with_mode(file, f"{number}\n".encode(), 0o600)
         return number
 
     def sign_upgrade(self, manifest: bytes) -> bytes:
-        """Signature (DER) of the manifest of an upgrade, by which boards know that the bundle is of this fleet."""
+        """Return the signature (DER) of an upgrade's manifest."""
         return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
 
     def issue(
@@ -235,14 +245,14 @@ class Authority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> tuple[Issued, bytes]:
-        """Return a new certificate with its private key in PEM, for whoever does not enrol.
+        """Return a new certificate and its private key in PEM, for all kinds except devices.
 
         Raises:
-            JobError: a name or host that cannot be used, a device's name, or a right to speak for another's boards.
+            JobError: If the name or a host is invalid, the name is in use, or a site's boards belong to another.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        with self.register.together():
-            other = next((one.kind for one in self.register.certificates(name) if one.kind != kind), kind)
+        with self.register.transaction():
+            other = next((one.kind for one in self.register.list_certificates(name) if one.kind != kind), kind)
             if "device" in (other, kind) or other != kind:
                 one = "an observer" if other == "observer" else f"a {other}"
                 raise JobError(f"{name!r} is {one}'s name: take another, whose rights nobody else has")
@@ -251,12 +261,12 @@ class Authority:
             if right is not None:
                 self._require_free_boards(name, right, now_s)
             made = self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
-            return made, shapes.pem_of_key(key)
+            return made, shapes.key_to_pem(key)
 
     def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
         """Raise JobError if boards of a site are enrolled devices, or boards of another site."""
-        known = (one for one in self.register.certificates() if one.revoked_s is None and one.ends_s > now_s)
-        if (taken := next((one for one in known if right.covers(one.name)), None)) is not None:
+        known = (one for one in self.register.list_certificates() if one.revoked_s is None and one.ends_s > now_s)
+        if (taken := next((one for one in known if right.authorizes(one.name)), None)) is not None:
             raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
         for site, other in self.valid_sites(now_s):
             if site != name and right.overlaps(other):
@@ -267,37 +277,40 @@ class Authority:
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
         """Return the site and the right of each valid certificate. A site may hold several."""
-        known = [one for one in self.register.certificates() if one.kind == "site"]
+        known = [one for one in self.register.list_certificates() if one.kind == "site"]
         return [
             (one.name, _right_in_certificate(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s
         ]
 
-    def observers(self, now_s: float) -> list[str]:
-        """Names of those who may watch now."""
-        known = [one for one in self.register.certificates() if one.kind == "observer"]
+    def valid_observers(self, now_s: float) -> list[str]:
+        """Return the names of observers with a valid certificate."""
+        known = [one for one in self.register.list_certificates() if one.kind == "observer"]
         return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
 
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke(self, name: str, now_s: float) -> list[Issued]:
-        """Revoke all that is valid of a name, forget its tokens, and write the list; what was revoked.
+        """Revoke the valid certificates of a name, delete its tokens and write the revocation list.
+
+        Returns:
+            The revoked certificates.
 
         Raises:
-            JobError: nothing was ever issued to the name.
+            JobError: If the name never had a certificate or token.
         """
-        with self.register.together():
-            known = self.register.certificates(name)
+        with self.register.transaction():
+            known = self.register.list_certificates(name)
             cancelled = self.register.cancel_tokens(name)
             if not known and not cancelled:
                 raise JobError(f"nothing was issued to {name!r}: `fedquilt ca list` shows all")
             ended = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
             for one in ended:
-                self.register.revoke(one.serial, now_s)
+                self.register.revoke_certificate(one.serial, now_s)
         self.write_crl(now_s)
         return ended
 
     def write_crl(self, now_s: float) -> Path:
-        """Write crl.pem: certificates that are revoked and would still be valid.
+        """Write crl.pem, the list of revoked certificates that have not expired. Return its path.
 
         It expires with the authority: a broker that refused everybody because its copy is old would be the worse
         failure.
@@ -305,10 +318,10 @@ class Authority:
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)
-            .last_update(shapes.date(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .last_update(shapes.to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
             .next_update(self.cert.not_valid_after_utc)
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
-            .add_extension(shapes.authority_id(self.cert), critical=False)
+            .add_extension(shapes.authority_key_id(self.cert), critical=False)
         )
         if self.crl_url is not None:  # EMQX heeds only a list that says where it belongs
             point = x509.IssuingDistributionPoint(
@@ -321,13 +334,13 @@ class Authority:
                 only_contains_attribute_certs=False,
             )
             builder = builder.add_extension(point, critical=True)
-        for one in self.register.certificates():
+        for one in self.register.list_certificates():
             if one.revoked_s is not None and one.ends_s > now_s:
-                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), shapes.date(one.revoked_s)).build()
+                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), shapes.to_datetime(one.revoked_s)).build()
                 builder = builder.add_revoked_certificate(entry)
         path = self.folder / "crl.pem"
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-        enrolment.keep(path, pem, 0o644)
+        enrolment.write_file_with_mode(path, pem, 0o644)
         return path
 
 
@@ -341,13 +354,11 @@ def _right_in_certificate(pem: str) -> SiteRight:
         raise StoreError(f"a site's certificate in the register cannot be read ({error}): bring back a copy") from None
 
 
-def state(issued: Issued, now_s: float) -> str:
-    """State of a certificate now, in words."""
+def describe_state(issued: Issued, now_s: float) -> str:
     if issued.revoked_s is not None:
-        return f"revoked {stamp(issued.revoked_s)}"
-    return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {stamp(issued.ends_s)}"
+        return f"revoked {format_time(issued.revoked_s)}"
+    return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {format_time(issued.ends_s)}"
 
 
 def clock_s() -> float:
-    """The wall clock of whoever holds the authority."""
     return time.time()

@@ -1,4 +1,4 @@
-"""A broker's configuration for a fleet: TLS by the fleet's authority, rights by certificate, limits.
+"""Configuration files of Mosquitto and EMQX for a fleet: TLS, access rules and limits.
 
 A device's certificate names it, and the broker lets it write `dev/<its name>/up/#` and read
 `dev/<its name>/dn/#` and the coordinator's state: nothing else. Observers are named in the rules one by one,
@@ -34,8 +34,8 @@ ABSENT_DAYS: Final = 1  # how long a session outlives its client
 INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
 
 
-def mosquitto(port: int, folder: str) -> str:
-    """mosquitto.conf, for /etc/mosquitto/conf.d; `folder`: where its files are on the broker's machine."""
+def mosquitto_config(port: int, folder: str) -> str:
+    """Return a mosquitto.conf. `folder` is the installation folder on the broker's machine."""
     return f"""# made by `fedquilt broker config --for mosquitto`
 listener {port}
 cafile {folder}/ca.crt
@@ -60,7 +60,7 @@ persistence true
 def mosquitto_acl(fleet: str, observers: Sequence[str] = ()) -> str:
     """Return Mosquitto's acl_file, in which a client's user is its certificate's name.
 
-    An observer reads everything but blobs, and writes nothing: not even on the branch that a device of its name had.
+    An observer may read everything except blobs and may not write.
     """
     root = f"fq/{VERSION}/{fleet}"
     watching = "".join(
@@ -88,8 +88,8 @@ pattern read {root}/coord/state
 """
 
 
-def emqx(port: int, folder: str, crl: bool) -> str:
-    """Text to append to emqx.conf; `crl`: certificates name the address of the revocation list."""
+def emqx_config(port: int, folder: str, crl: bool) -> str:
+    """Return text for emqx.conf. `crl` enables the check of the revocation list."""
     return f"""# made by `fedquilt broker config --for emqx`
 listeners.ssl.default {{
   bind = "0.0.0.0:{port}"
@@ -140,7 +140,7 @@ def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
 """
 
 
-def write(
+def write_config(
     authority: Authority,
     broker: Broker,
     hosts: Sequence[str],
@@ -151,14 +151,17 @@ def write(
     port: int = PORT,
     installed: str | None = None,
 ) -> list[str]:
-    """Write all that a broker needs into a folder; what was written and what to do next, as lines.
+    """Write the configuration, certificates and key of a broker into a folder.
 
-    The broker's certificate and key stay as they are while they are good for these hosts; `installed`
-    is where the folder will be on the broker's machine.
+    An existing certificate stays if it is valid for these hosts. `installed` is the folder's later path on the broker's
+    machine.
+
+    Returns:
+        Lines on the written files and the next steps.
 
     Raises:
-        JobError: a host that cannot be used, or none.
-        StoreError: the folder cannot be written.
+        JobError: If a host is invalid or none is given.
+        StoreError: If the folder cannot be written.
     """
     if not hosts:
         raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
@@ -167,26 +170,26 @@ def write(
         raise JobError(f"--installed {installed!r} is no folder's full path without white space")
     with disk.doing(f"make {out}"):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    observers = authority.observers(now_s)
+    observers = authority.valid_observers(now_s)
     files = {
         "ca.crt": (authority.folder / "ca.crt").read_bytes(),
         "crl.pem": authority.write_crl(now_s).read_bytes(),
     }
     if broker == "mosquitto":
-        files |= {"fedquilt.conf": mosquitto(port, at).encode(), "acl": mosquitto_acl(fleet, observers).encode()}
+        files |= {"fedquilt.conf": mosquitto_config(port, at).encode(), "acl": mosquitto_acl(fleet, observers).encode()}
         begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
     else:
         crl = authority.crl_url is not None
-        files |= {"fedquilt.conf": emqx(port, at, crl).encode(), "acl.conf": emqx_acl(fleet, observers).encode()}
+        files |= {"fedquilt.conf": emqx_config(port, at, crl).encode(), "acl.conf": emqx_acl(fleet, observers).encode()}
         begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
     said = []
-    if not _good(authority, out, hosts, now_s):
+    if not _is_certificate_current(authority, out, hosts, now_s):
         issued, key = authority.issue("broker", "server", now_s, hosts=hosts)
         files |= {"broker.crt": issued.pem.encode()}
-        enrolment.keep(out / "broker.key", key, 0o600)
+        enrolment.write_file_with_mode(out / "broker.key", key, 0o600)
         said.append(f"a new certificate of the broker, for {', '.join(hosts)}")
     for name, data in files.items():
-        enrolment.keep(out / name, data, 0o644)
+        enrolment.write_file_with_mode(out / name, data, 0o644)
     said += [
         f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
         f"copy it to {at} on the broker's machine, its files owned by the broker's user ({broker}), broker.key 0600",
@@ -197,14 +200,13 @@ def write(
     return said
 
 
-def _good(authority: Authority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
-    """Whether the broker's certificate that is there already can stay."""
+def _is_certificate_current(authority: Authority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
     try:
         cert = x509.load_pem_x509_certificate((out / "broker.crt").read_bytes())
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
-    known = authority.register.by_serial(f"{cert.serial_number:x}")
+    known = authority.register.find_by_serial(f"{cert.serial_number:x}")
     if known is None or known.revoked_s is not None or not (out / "broker.key").is_file():
         return False
     has = {str(one.value) for one in names}
@@ -213,7 +215,7 @@ def _good(authority: Authority, out: Path, hosts: Sequence[str], now_s: float) -
 
 
 def reload_advice() -> list[str]:
-    """How a broker takes a new revocation list."""
+    """Return instructions for loading a new revocation list into a broker."""
     return [
         "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto`: new connections are refused at once;",
         "what is connected stays until it hangs up: `systemctl restart mosquitto` cuts it off now",

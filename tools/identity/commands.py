@@ -1,4 +1,4 @@
-"""`fedquilt ca`, the operator's side of `fedquilt enrol`, and `fedquilt broker config`."""
+"""Commands `fedquilt ca`, `fedquilt enrol` (operator's side) and `fedquilt broker config`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import msgspec
 from fedquilt import connections, disk, enrolment
 from fedquilt.core import JobError, SiteRight
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
+from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, describe_state
 from fedquilt.tools.identity.desk import Desk
 from fedquilt.tools.identity.endpoint import Endpoint, serve_until_signal
-from fedquilt.tools.identity.register import Kind, stamp
+from fedquilt.tools.identity.register import Kind, format_time
 
 HOUR_S = 3600.0
 
 
-def init(folder: Path, name: str, crl_url: str | None) -> int:
-    """Make an authority."""
+def create_authority(folder: Path, name: str, crl_url: str | None) -> int:
     made = Authority.create(folder, name, clock_s(), crl_url)
     print(f"{folder}: authority {name!r}, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
-    print(f"fingerprint of its key: {enrolment.key_id(made.cert.public_key())}")
+    print(f"fingerprint of its key: {enrolment.key_fingerprint(made.cert.public_key())}")
     print(
         f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
     )
@@ -61,9 +60,9 @@ def issue(
     issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days, right=right)
     with disk.doing(f"make {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    enrolment.keep(out / f"{name}.key", key, 0o600)
-    enrolment.keep(out / f"{name}.crt", issued.pem.encode(), 0o644)
-    print(f"{out / name}.crt and .key, until {stamp(issued.ends_s)}")
+    enrolment.write_file_with_mode(out / f"{name}.key", key, 0o600)
+    enrolment.write_file_with_mode(out / f"{name}.crt", issued.pem.encode(), 0o644)
+    print(f"{out / name}.crt and .key, until {format_time(issued.ends_s)}")
     if role == "observer":
         print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
     return 0
@@ -79,10 +78,9 @@ def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
         ) from None
 
 
-def listing(folder: Path, format: str) -> int:
-    """Every certificate and token."""
+def print_certificates(folder: Path, format: str) -> int:
     register, now_s = Authority(folder).register, clock_s()
-    issued, tokens = register.certificates(), register.tokens()
+    issued, tokens = register.list_certificates(), register.list_tokens()
     if format == "json":
         rows: Any = {
             "certificates": [{k: v for k, v in one._asdict().items() if k != "pem"} for one in issued],
@@ -91,16 +89,15 @@ def listing(folder: Path, format: str) -> int:
         print(msgspec.json.encode(rows).decode())
         return 0
     for one in issued:
-        print(f"{one.name:24} {one.kind:12} {state(one, now_s):34} key {one.key_id[:16]}")
+        print(f"{one.name:24} {one.kind:12} {describe_state(one, now_s):34} key {one.key_id[:16]}")
     for token in tokens:
         if token.used_s is None:
-            until = f"{'expired' if token.ends_s <= now_s else 'until'} {stamp(token.ends_s)}"
+            until = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"
             print(f"{token.pattern:24} {'token':12} {until}")
     return 0
 
 
-def revoke(folder: Path, name: str) -> int:
-    """Revoke whatever is valid of a name."""
+def revoke_certificates(folder: Path, name: str) -> int:
     ended = Authority(folder).revoke(name, clock_s())
     print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
     print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
@@ -109,25 +106,25 @@ def revoke(folder: Path, name: str) -> int:
     return 0
 
 
-def token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
-    """A one-time token on standard output, or into a file that only its owner reads."""
+def create_token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
+    """Create a one-time token. Print the token, or write a file that only its owner can read."""
     if pattern in RESERVED:
         raise JobError(f"no board can be named {pattern!r}: `fedquilt ca issue {pattern}` makes that certificate")
     now_s = clock_s()
-    text = Authority(folder).register.make_token(pattern, hours * HOUR_S, now_s)
-    said = f"for one board named {pattern}, until {stamp(now_s + hours * HOUR_S)}; it is not shown again"
+    text = Authority(folder).register.create_token(pattern, hours * HOUR_S, now_s)
+    said = f"for one board named {pattern}, until {format_time(now_s + hours * HOUR_S)}; it is not shown again"
     if out is None:
         print(text)
         print(said, file=sys.stderr)
     else:
-        disk.ready(out)
-        enrolment.keep(out, f"{text}\n".encode(), 0o600)
+        disk.make_output_folder(out)
+        enrolment.write_file_with_mode(out, f"{text}\n".encode(), 0o600)
         print(f"{out}: {said}")
     return 0
 
 
 def serve_enrolment(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
-    """Serve the enrolment endpoint until the process is told to end."""
+    """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     connections.raise_descriptor_limit()
     endpoint = Endpoint(Authority(folder), host, port, names, days=days)
@@ -135,54 +132,53 @@ def serve_enrolment(folder: Path, host: str, port: int, hosts: Sequence[str], da
     return 0
 
 
-def sign(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
-    """Sign a request that was carried here."""
+def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+    """Sign a request from a file and write the certificate."""
     with disk.doing(f"read {csr}"):
         data = csr.read_bytes()[: enrolment.MAX_BODY]
-    issued = Desk(Authority(folder), days).sign(data.decode("ascii", "replace"), device)
+    issued = Desk(Authority(folder), days).sign_request(data.decode("ascii", "replace"), device)
     out = out or csr.with_suffix(".crt")
-    disk.ready(out)
-    enrolment.keep(out, issued.pem.encode(), 0o644)
-    print(f"{out}: for {device}, until {stamp(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
+    disk.make_output_folder(out)
+    enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
+    print(f"{out}: for {device}, until {format_time(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
     print("compare it with what the board said, then there: fedquilt enrol board AGENT.toml --accept FILE")
     return 0
 
 
-def board(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
-    """A board's own part."""
+def enrol_device(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
+    """Enrol this device online, or write a signing request, or accept a certificate."""
     import datetime
     import time
 
     from fedquilt.edge_agent import enrol
     from fedquilt.edge_agent import settings as agent
 
-    told = agent.load(settings)
+    told = agent.load_settings(settings)
     if url is not None:
         told = msgspec.structs.replace(told, enrol=msgspec.structs.replace(told.enrol, url=url))
     if request is not None:
-        key = enrol.own_key(enrol.paths(told))
-        enrolment.keep(request, enrol.signing_request(key, told.device).encode(), 0o644)
-        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_id(key.public_key())}")
+        key = enrol.load_or_create_key(enrol.paths_from_settings(told))
+        enrolment.write_file_with_mode(request, enrol.create_signing_request(key, told.device).encode(), 0o644)
+        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
         print(f"carry it to the authority: fedquilt enrol sign {request.name} --device {told.device}")
         return 0
     if accept is not None:
         with disk.doing(f"read {accept}"):
             pem = accept.read_bytes()
-        print(f"{told.device} is enrolled, until {enrol.accept(told, pem):%Y-%m-%d}")
+        print(f"{told.device} is enrolled, until {enrol.install_certificate(told, pem):%Y-%m-%d}")
         return 0
 
-    def now() -> datetime.datetime:
+    def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
-    print(enrol.wait(told, now, time.sleep) if waits else enrol.enrol(told, now()))
+    print(enrol.enrol_with_retries(told, current_time, time.sleep) if waits else enrol.enrol(told, current_time()))
     return 0
 
 
-def config(
+def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, port: int, installed: str | None
 ) -> int:
-    """Write a broker's configuration."""
     authority, now_s = Authority(folder), clock_s()
-    made = broker_config.write(authority, broker, hosts, out, now_s, fleet=fleet, port=port, installed=installed)
+    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, port=port, installed=installed)
     print("\n".join(made))
     return 0

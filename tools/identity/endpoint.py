@@ -1,4 +1,6 @@
-"""HTTPS endpoint of enrolment, beside the coordinator.
+"""HTTPS server for enrolment on the authority's machine.
+
+The log contains who received a certificate or why not, and nothing else of a request.
 
 The endpoint needs the authority's key, so it belongs on a machine that devices reach and the world does not. The log
 has who got a certificate or why not, and nothing else of a request.
@@ -22,7 +24,7 @@ from fedquilt.core import LinkError, WireError
 from fedquilt.enrolment import Answer, Request
 from fedquilt.http_server import Exchange, HttpServer, RefusedError
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.desk import Desk, answer
+from fedquilt.tools.identity.desk import Desk, response_for
 
 log = logging.getLogger("fedquilt.enrol")
 
@@ -32,10 +34,19 @@ RENEW_S: Final = 30 * DAY_S  # of the endpoint's own certificate
 
 
 class Endpoint:
-    """Enrolment at `host`:`port`. `hosts` are the names and addresses by which devices call the endpoint.
+    """HTTPS server for enrolment and renewal at `host`:`port`.
+
+    Args:
+        authority: Authority that signs the certificates.
+        host: Address to listen on.
+        port: Port to listen on.
+        hosts: Names and addresses in the URLs that devices use.
+        days: Validity of the certificates.
+        clock: Function that returns the current time.
+        connections: Limits of the connections.
 
     Raises:
-        LinkError: it cannot listen there.
+        LinkError: If the server cannot listen there.
     """
 
     def __init__(
@@ -71,15 +82,12 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """Port that the endpoint listens on."""
         return self._http.address[1]
 
     def start(self) -> None:
-        """Start to answer requests, in threads."""
         self._http.start()
 
     def close(self) -> None:
-        """Stop listening."""
         self._http.close()
 
     def _renew_certificate(self) -> None:
@@ -88,11 +96,10 @@ class Endpoint:
         issued, key = authority.issue("enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S)
         self._certified_s = self._clock()
         for name, data in (("enrolment.crt", issued.pem.encode()), ("enrolment.key", key)):
-            enrolment.keep(authority.folder / name, data, 0o600)
+            enrolment.write_file_with_mode(authority.folder / name, data, 0o600)
         self._context.load_cert_chain(authority.folder / "enrolment.crt", authority.folder / "enrolment.key")
 
     def _current_context(self) -> ssl.SSLContext:
-        """Return the TLS context, with a new certificate if one is due."""
         with self._lock:
             if not 0 <= self._clock() - self._certified_s < RENEW_S:
                 self._renew_certificate()
@@ -111,27 +118,27 @@ class Endpoint:
                 except OSError as error:  # raised further, it would count as the connection's
                     log.error("the revocation list cannot be read: %s", error)
                     raise RefusedError(500, "the revocation list cannot be read: see the endpoint's log") from None
-                exchange.answer(200, {"Content-Type": "application/x-pem-file"}, crl)
+                exchange.send_response(200, {"Content-Type": "application/x-pem-file"}, crl)
             case _:
                 raise RefusedError(404, "there is nothing at this address")
 
     def _answer_enrolment(self, exchange: Exchange) -> None:
         """Enrol a device or renew its certificate, and send the outcome as JSON."""
         try:
-            request = enrolment.decode(exchange.read_body(enrolment.MAX_BODY), Request)
+            request = enrolment.decode_message(exchange.read_body(enrolment.MAX_BODY), Request)
         except WireError as error:
             raise RefusedError(400, str(error)) from None
         assert isinstance(exchange.socket, ssl.SSLSocket)
         der = exchange.socket.getpeercert(binary_form=True)  # checked by the handshake
         serial = None if der is None else f"{x509.load_der_x509_certificate(der).serial_number:x}"
-        who = f"{request.device} at {exchange.address}"
+        who = f"{request.device} at {exchange.client_address}"
 
         with self._lock:
             if exchange.path == enrolment.ENROL:
-                status, said = answer(lambda: self._desk.enrol(request), who)
+                status, said = response_for(lambda: self._desk.enrol_device(request), who)
             else:
-                status, said = answer(lambda: self._desk.renew(request, serial), who)
-        exchange.answer(status, {"Content-Type": "application/json"}, msgspec.json.encode(said))
+                status, said = response_for(lambda: self._desk.renew_certificate(request, serial), who)
+        exchange.send_response(status, {"Content-Type": "application/json"}, msgspec.json.encode(said))
 
 
 def serve_until_signal(endpoint: Endpoint, say: Callable[[str], None]) -> None:

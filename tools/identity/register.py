@@ -1,7 +1,8 @@
-"""Register of an authority's certificates and tokens: one SQLite file, shared by the commands and the endpoint.
+"""Register of certificates and tokens in an SQLite file for commands and server.
 
 A token is stored only as its SHA-256.
 
+A token is stored only as its SHA-256.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PATTERN = re.compile(r"[a-z0-9*?][a-z0-9._*?-]{0,63}\Z")
 
 
 class Issued(NamedTuple):
-    """A certificate, as the register knows it; times in seconds since 1970."""
+    """A certificate in the register. Times are in seconds since 1970."""
 
     serial: str  # hex, lower case
     name: str
@@ -48,8 +49,6 @@ class Issued(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token that was given out: for which devices, until when, and who used it."""
-
     pattern: str
     made_s: float
     ends_s: float
@@ -58,16 +57,15 @@ class Token(NamedTuple):
     key_id: str | None
 
     @property
-    def exact(self) -> bool:
-        """Whether it names one device."""
+    def is_exact(self) -> bool:
         return not set("*?") & set(self.pattern)
 
 
 class Register:
-    """The register in a file, made where it is missing, readable by its owner alone. One thread at a time may use it.
+    """Register of an authority in a file that only its owner can read. Not thread-safe.
 
     Raises:
-        StoreError: it cannot be read or written.
+        StoreError: If the file cannot be opened or created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,15 +82,14 @@ class Register:
             ) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """All that is written within is kept, or nothing; no other process writes meanwhile.
+    def transaction(self) -> Iterator[None]:
+        """Run the block as one transaction that excludes other processes.
 
         Raises:
-            StoreError: the disk is full or failing, or another process holds the register for 10 s.
+            StoreError: If the disk fails, or another process locks the register for 10 s.
         """
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -107,83 +104,79 @@ class Register:
 
     # -- certificates --
 
-    def add(self, issued: Issued) -> None:
-        """Note an issued certificate."""
+    def add_certificate(self, issued: Issued) -> None:
         self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", issued)
 
-    def certificates(self, name: str | None = None) -> list[Issued]:
-        """All, or all of a name, the oldest first."""
+    def list_certificates(self, name: str | None = None) -> list[Issued]:
+        """Return the certificates of a name, or all certificates, oldest first."""
         where, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
         rows = self._db.execute(f"SELECT * FROM certificate{where} ORDER BY issued_s, rowid", values)  # noqa: S608
         return [Issued(*row) for row in rows]
 
-    def by_serial(self, serial: str) -> Issued | None:
-        """Find a certificate by its serial number; None: unknown."""
+    def find_by_serial(self, serial: str) -> Issued | None:
         row = self._db.execute("SELECT * FROM certificate WHERE serial = ?", (serial,)).fetchone()
         return None if row is None else Issued(*row)
 
-    def revoke(self, serial: str, now_s: float) -> None:
-        """Mark a certificate as revoked."""
+    def revoke_certificate(self, serial: str, now_s: float) -> None:
         self._db.execute("UPDATE certificate SET revoked_s = ? WHERE serial = ? AND revoked_s IS NULL", (now_s, serial))
 
     # -- tokens --
 
-    def make_token(self, pattern: str, lasts_s: float, now_s: float) -> str:
-        """A new token for one device whose id matches `pattern` (`*` and `?` stand for any), shown this once.
+    def create_token(self, pattern: str, lasts_s: float, now_s: float) -> str:
+        """Create and return a token for one device whose id matches `pattern` (with `*` and `?`).
 
         Raises:
-            JobError: a pattern that no device's id can match.
+            JobError: If the pattern is invalid.
         """
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is no device id, nor a pattern of ids such as 'orin-*'")
         token = secrets.token_urlsafe(24)
-        row: tuple[Any, ...] = (_digest(token), pattern, now_s, now_s + lasts_s, None, None, None)
-        with self.together():
+        row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + lasts_s, None, None, None)
+        with self.transaction():
             self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
         return token
 
-    def tokens(self) -> list[Token]:
-        """All tokens, in the order of making."""
+    def list_tokens(self) -> list[Token]:
         rows = self._db.execute("SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token ORDER BY made_s")
         return [Token(*row) for row in rows]
 
     def is_unused(self, text: str, now_s: float) -> bool:
         """Check that a token can still be redeemed by any key."""
-        values = (_digest(text), now_s)
+        values = (_hash_token(text), now_s)
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None
 
-    def take_token(self, text: str, device: str, key_id: str, now_s: float) -> Token | str:
-        """Use a token up, within `together`; or why it cannot be used, as a sentence.
+    def redeem_token(self, text: str, device: str, key_id: str, now_s: float) -> Token | str:
+        """Mark a token as used and return the token, or return the reason for a refusal.
 
-        The same board (the same key) may present it again until it ends: its answer may have been lost.
+        The same device with the same key may redeem a token again until its end, because the response may have been
+        lost. The caller must hold a `transaction`.
         """
         row = self._db.execute(
-            "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_digest(text),)
+            "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_hash_token(text),)
         ).fetchone()
         if row is None:
             return "this token is not known here: ask the operator for one (`fedquilt enrol token`)"
         token = Token(*row)
         if now_s >= token.ends_s:
-            return f"this token ended at {stamp(token.ends_s)}: ask the operator for another"
+            return f"this token ended at {format_time(token.ends_s)}: ask the operator for another"
         if not fnmatch.fnmatchcase(device, token.pattern):
             return f"this token is for {token.pattern}, not for {device}: ask the operator for another"
         if token.used_s is not None and (token.device, token.key_id) != (device, key_id):
-            return f"this token was used at {stamp(token.used_s)}, and serves once: ask the operator for another"
+            return f"this token was used at {format_time(token.used_s)}, and serves once: ask the operator for another"
         if token.used_s is None:
-            values = (now_s, device, key_id, _digest(text))
+            values = (now_s, device, key_id, _hash_token(text))
             self._db.execute("UPDATE token SET used_s = ?, device = ?, key_id = ? WHERE digest = ?", values)
         return token
 
     def cancel_tokens(self, device: str) -> int:
-        """Forget the tokens that were given out for this very device; how many could still have been used."""
+        """Delete the tokens of a device. Return the number of deleted tokens."""
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 
-def stamp(at_s: float) -> str:
-    """A moment in UTC, as people and programs read it."""
+def format_time(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at_s))
 
 
-def _digest(token: str) -> str:
+def _hash_token(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()  # 192 random bits need no slow hash

@@ -1,4 +1,4 @@
-"""Parts of certificates, in the types of the cryptography library."""
+"""Parts of certificates as objects of the cryptography library."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ from cryptography.x509.oid import NameOID
 from fedquilt.core import JobError
 
 
-def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM, not encrypted: a daemon has nobody to ask for a passphrase."""
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
 
 
-def pem(cert: x509.Certificate) -> bytes:
-    """Certificate as PEM."""
+def certificate_to_pem(cert: x509.Certificate) -> bytes:
     return cert.public_bytes(serialization.Encoding.PEM)
 
 
-def subject(name: str, unit: str | None = None) -> x509.Name:
-    """Name with `name` as its common name, and `unit` as its organisational unit."""
+def subject_name(name: str, unit: str | None = None) -> x509.Name:
     common = x509.NameAttribute(NameOID.COMMON_NAME, name)
     return x509.Name([common] if unit is None else [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit), common])
 
 
-def date(at_s: float) -> datetime.datetime:
-    """Time as the library's datetime in UTC, whole seconds."""
+def to_datetime(at_s: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
 
 
-def usage(signs_certificates: bool = False) -> x509.KeyUsage:
-    """Key usage of an authority's or of another certificate."""
+def key_usage(signs_certificates: bool = False) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,
@@ -51,23 +46,21 @@ def usage(signs_certificates: bool = False) -> x509.KeyUsage:
     )
 
 
-def authority_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Identifier of the authority's key."""
+def authority_key_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
 
 
-def points(url: str) -> x509.CRLDistributionPoints:
-    """Extension with the URL of a revocation list."""
+def crl_distribution_points(url: str) -> x509.CRLDistributionPoints:
     name = x509.UniformResourceIdentifier(url)
     return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
 
 
-def host(host: str) -> x509.GeneralName:
-    """Name or IP address of a host.
+def to_general_name(host: str) -> x509.GeneralName:
+    """Return the name or IP address of a host as a certificate's general name.
 
     Raises:
-        JobError: it is neither.
+        JobError: If the text is neither.
     """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))

@@ -1,4 +1,4 @@
-"""`fedquilt metrics`: a Grafana dashboard and Prometheus alert rules for what `fedquilt serve --metrics` tells."""
+"""Grafana dashboard and Prometheus alert rules for the metrics exporter."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ rule_files:
 """
 
 
-def write(folder: Path, target: str) -> list[Path]:
-    """Write the dashboard, the alert rules and a Prometheus configuration that has both into a folder.
+def write_monitoring_files(folder: Path, target: str) -> list[Path]:
+    """Write the dashboard, the alert rules and a Prometheus configuration, and return their paths.
 
     Args:
-        folder: made if it is missing.
+        folder: Output folder, created if missing.
         target: HOST:PORT of `fedquilt serve --metrics`.
 
     Raises:
-        JobError: no such address.
-        StoreError: the folder cannot be written.
+        JobError: If the address is invalid.
+        StoreError: If the folder cannot be written.
     """
-    open_metrics.address(target)
+    open_metrics.parse_address(target)
     with disk.doing(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        disk.write(folder / name, (HERE / name).read_text(encoding="utf-8"))
-    disk.write(folder / "prometheus.yml", SCRAPE.format(target=target, rules=FILES[1]))
+        disk.write_output(folder / name, (HERE / name).read_text(encoding="utf-8"))
+    disk.write_output(folder / "prometheus.yml", SCRAPE.format(target=target, rules=FILES[1]))
     return [folder / name for name in (*FILES, "prometheus.yml")]

@@ -1,7 +1,7 @@
-"""`fedquilt report`: one run as one HTML page that works offline, from the coordinator's log alone.
+"""One run as an HTML page that works offline, from the coordinator's log.
 
-The page shows only what the log holds: a board without a meter has no joules. Accuracy on a common test set is
-shown if `fedquilt evaluate` has written it; the partition's picture if the job's data is at hand.
+The page shows only what the log contains. Accuracy on a test set is shown if `fedquilt evaluate` has written scores,
+and the partition if the data of the job is readable here.
 """
 
 from __future__ import annotations
@@ -14,41 +14,40 @@ import fedquilt
 from fedquilt import disk
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.report import front, matrix, page, sections
-from fedquilt.tools.report.found import Found, gather
+from fedquilt.tools.report.found import Found, load_run_data
 
 
 def main(store: Store, run: str, out: Path | None) -> Path:
-    """Write a run's page and return its path; print what a stitching job's candidates cost and how accurate they are.
+    """Write the page of a run and return its path. Print the candidates of a stitching job.
 
     Raises:
-        StoreError: there is no such run, or the file cannot be written.
+        StoreError: If the run does not exist, or the file cannot be written.
     """
-    found = gather(store, run)
+    found = load_run_data(store, run)
     file = out or Path(f"{found.row.id}.html")
-    disk.write(file, html(found))
-    for line in front.lines(found.candidates, found.row.job):
+    disk.write_output(file, render_run_page(found))
+    for line in front.format_table(found.candidates, found.row.job):
         print(line)
     return file
 
 
-def html(found: Found, template: str = "run.html", **more: Any) -> str:
-    """The page; `more` is what another template wants besides."""
+def render_run_page(found: Found, template: str = "run.html", **more: Any) -> str:
     row = found.row
-    return page.render(
+    return page.render_page(
         template,
         row=row,
         began=time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
         version=fedquilt.__version__,
-        tiles=sections.tiles(found),
-        accuracy=sections.accuracy(found),
-        time=sections.time(found),
-        devices=sections.devices(found),
-        bytes=sections.bytes(found),
-        front=front.section(found.candidates, row.job),
-        matrix=matrix.matrix(found.parts) if found.parts else None,
-        reasons=sections.reasons(found),
-        partition=page.markup(found.partition) if found.partition else None,
-        log=sections.log(found),
-        job=sections.toml(row.job),
+        tiles=sections.make_tiles(found),
+        accuracy=sections.make_accuracy_section(found),
+        time=sections.make_time_section(found),
+        devices=sections.make_device_section(found),
+        bytes=sections.make_bytes_section(found),
+        front=front.make_section(found.candidates, row.job),
+        matrix=matrix.make_matrix(found.parts) if found.parts else None,
+        reasons=sections.make_reason_table(found),
+        partition=page.make_safe_markup(found.partition) if found.partition else None,
+        log=sections.format_log(found),
+        job=sections.format_job(row.job),
         **more,
     )

@@ -1,4 +1,4 @@
-"""A run as columns, one row a round or a device: what `fedquilt.Run` gives to data frames and trackers."""
+"""Columns of a run, with one row per round or device, for data frames and trackers."""
 
 from __future__ import annotations
 
@@ -46,21 +46,20 @@ DEVICE: Final = (
 )
 
 
-def metric_of(job: Job) -> metrics.Metric:
-    """The main metric of a job's task; a column of values is called by its name."""
-    return metrics.MAIN[metrics.task_of(job.model)]
+def find_main_metric(job: Job) -> metrics.Metric:
+    return metrics.MAIN[metrics.task_from_network(job.model)]
 
 
 @dataclass
 class Rounds:
-    """Rows of a run's rounds, made of its facts in their order.
+    """Rows of a run's rounds, built from its events in order.
 
-    Gathering statistics and closing evaluations are no rounds: what they take counts with the round that they follow,
-    so that columns add up to the whole run.
+    The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
+    whole run.
 
     Args:
-        limit: rounds after which the job ends at the latest.
-        metric: the main one, by which columns are named.
+        limit: Maximum number of rounds of the job.
+        metric: Main metric, after which columns are named.
     """
 
     limit: int
@@ -72,8 +71,7 @@ class Rounds:
     _over: bool = False
     _before: Row | None = None  # what was taken before the first round
 
-    def add(self, fact: AnyFact) -> None:
-        """Let a fact count."""
+    def add_event(self, fact: AnyFact) -> None:
         if isinstance(fact, Answered):
             self._updates.append(fact.update)
         if not isinstance(fact, Committed):
@@ -82,26 +80,26 @@ class Rounds:
         self._updates = []
         counted = fact.round - self._extra
         self._extra += fact.settled
-        self._checked(counted, updates, fact)
-        taken = _taken(fact, updates)
+        self._add_evaluation(counted, updates, fact)
+        taken = _sum_costs(fact, updates)
         if fact.settled or self._over or counted >= self.limit:
             last = self.rows[-1] if self.rows else self._before
             if last is None:
                 self._before = taken
             else:
-                _plus(last, taken)
+                _add_costs(last, taken)
         else:
             row = {**dict.fromkeys(ROUND), "round": counted + 1, **taken}
             row |= {"train_loss": fact.metrics.get("loss"), "participants": len(updates)}
             if self._before is not None:
-                _plus(row, self._before)
+                _add_costs(row, self._before)
                 self._before = None
             self.rows.append(row)
         self._over = self._over or fact.finished
 
-    def _checked(self, done: int, updates: Iterable[Update], fact: Committed) -> None:
-        """A check in a round is of the state that the round began with, hence after `done` rounds."""
-        found = progress.personal(fact.evaluation, updates)
+    def _add_evaluation(self, done: int, updates: Iterable[Update], fact: Committed) -> None:
+        # an evaluation in a round is of the state before the round, hence after `done` rounds
+        found = progress.summarise_round(fact.evaluation, updates)
         if found is not None and self.rows and not fact.settled:
             self.devices = found.devices
             self.rows[min(done, len(self.rows)) - 1] |= {
@@ -112,8 +110,7 @@ class Rounds:
                 "deviation": found.deviation,
             }
 
-    def scored(self, found: Scores) -> list[Row]:
-        """The rows so far, with the evaluations made beside the rounds."""
+    def merge_scores(self, found: Scores) -> list[Row]:
         held = {each.rounds: each for each in found.held}
         test = {each.rounds: each for each in found.scores}
         rows = []
@@ -125,12 +122,12 @@ class Rounds:
             if test:
                 score = test.get(row["round"])
                 row |= {METRIC: score and score.value, "loss": score and score.loss}
-            rows.append(metrics.titled(self.metric, row))
+            rows.append(metrics.rename_columns(self.metric, row))
         return rows
 
 
-def _taken(fact: Committed, updates: Sequence[Update]) -> Row:
-    whole = costs.total(updates)
+def _sum_costs(fact: Committed, updates: Sequence[Update]) -> Row:
+    whole = costs.sum_costs(updates)
     joules = whole.energy_j if whole.metered == whole.tasks else None
     return {
         "seconds": fact.took_s,
@@ -140,30 +137,27 @@ def _taken(fact: Committed, updates: Sequence[Update]) -> Row:
     }
 
 
-def _plus(row: Row, more: Row) -> None:
+def _add_costs(row: Row, more: Row) -> None:
     for name in ("seconds", "joules", "down_bytes", "up_bytes"):
         row[name] = None if row[name] is None or more[name] is None else row[name] + more[name]
 
 
-def rounds(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
-    """The columns of ROUND."""
-    rows = gathered(facts, job).scored(found)
-    names = [metrics.column(metric_of(job), name) for name in ROUND]
+def make_round_columns(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
+    rows = collect_rounds(facts, job).merge_scores(found)
+    names = [metrics.column_name(find_main_metric(job), name) for name in ROUND]
     return {name: [row[name] for row in rows] for name in names}
 
 
-def gathered(facts: Iterable[AnyFact], job: Job) -> Rounds:
-    """The rows of a run's facts."""
-    made = Rounds(job.rounds, metric_of(job))
+def collect_rounds(facts: Iterable[AnyFact], job: Job) -> Rounds:
+    made = Rounds(job.rounds, find_main_metric(job))
     for fact in facts:
-        made.add(fact)
+        made.add_event(fact)
     return made
 
 
-def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
-    """The columns of DEVICE, sorted by device: all that have answered, declined or been evaluated."""
-    values = found.devices or gathered(facts, job).devices
-    account = costs.account(facts).devices
+def make_device_columns(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
+    values = found.devices or collect_rounds(facts, job).devices
+    account = costs.compute_job_cost(facts).devices
     rows = []
     for name in sorted({*account, *values}):
         each = account.get(name, costs.Ledger())
@@ -182,4 +176,4 @@ def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list
                 METRIC: values.get(name),
             }
         )
-    return metrics.titled(metric_of(job), {name: [row[name] for row in rows] for name in DEVICE})
+    return metrics.rename_columns(find_main_metric(job), {name: [row[name] for row in rows] for name in DEVICE})

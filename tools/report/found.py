@@ -1,4 +1,4 @@
-"""All that a run's page shows, read from the coordinator's store."""
+"""Data of a run's page, read from the coordinator's store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from fedquilt.tools.report import front
 
 @dataclass(frozen=True)
 class Found:
-    """One run as its page shows it."""
-
     home: Path  # of the store
     row: Row
     facts: tuple[Dated, ...]
@@ -31,49 +29,45 @@ class Found:
     candidates: front.Candidates = ()  # of a stitching job's result
 
     @property
-    def checks(self) -> list[Point]:
-        """Points that have an evaluation."""
+    def evaluated_points(self) -> list[Point]:
         return [point for point in self.points if point.personal is not None]
 
 
-def gather(store: Store, run: str) -> Found:
-    """Collect what a page shows of a run, by its id or its job's name.
+def load_run_data(store: Store, run: str) -> Found:
+    """Return the data of a run's page, by its id or the name of its job.
 
     Raises:
-        StoreError: there is no such run, or it cannot be read.
+        StoreError: If the run does not exist or cannot be read.
     """
-    row = store.job(run)
-    facts = tuple((at, fact) for _, at, fact in store.facts(row.id))
+    row = store.find_job(run)
+    facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
     plain = [fact for _, fact in facts]
-    parts = why.parts(plain, Plan.of(row.job))
+    parts = why.outcomes_by_round(plain, Plan.from_job(row.job))
     return Found(
         store.home,
         row,
         facts,
-        costs.account(plain),
-        tuple(progress.points(facts, row.job.rounds)),
-        tuple(progress.splits(facts)),
+        costs.compute_job_cost(plain),
+        tuple(progress.progress_points(facts, row.job.rounds)),
+        tuple(progress.split_round_times(facts)),
         parts,
-        scores.read(store.home, row).scores,
-        _partition(row, {device for devices in parts.values() for device in devices}),
-        front.candidates(store, row.id),
+        scores.read_scores(store.home, row).scores,
+        _draw_partition(row, {device for devices in parts.values() for device in devices}),
+        front.load_candidates(store, row.id),
     )
 
 
-def _partition(row: Row, devices: Set[str]) -> str:
-    """The picture of who has what, if these are the job's simulated devices and the data can be read here.
-
-    Boards of one's own have data of their own, which a coordinator never sees.
-    """
+def _draw_partition(row: Row, devices: Set[str]) -> str:
+    # only for simulated devices: the coordinator never sees the data of real devices
     if not row.job.data or not devices:
         return ""
     try:
-        from fedquilt.tools.report.partition import of_job, svg
+        from fedquilt.tools.report.partition import count_examples, draw_counts
 
         for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
-            counts = of_job(row.job, count)
+            counts = count_examples(row.job, count)
             if devices <= set(counts.devices):
-                return svg(counts)
+                return draw_counts(counts)
     except (FedquiltError, ModuleNotFoundError):
         pass
     return ""

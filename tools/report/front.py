@@ -1,4 +1,4 @@
-"""What the candidates of a stitching job cost to run and how accurate they are: a section of a run's page."""
+"""Cost and accuracy of a stitching job's candidates, as a section of a run's page."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError
 from fedquilt.models.stitching import front, names
 from fedquilt.tools.report import plots
-from fedquilt.tools.report.page import Section, Table, drawn
+from fedquilt.tools.report.page import Section, Table, render_plots
 
 Candidates = Sequence[Mapping[str, Any]]
 
 LONGEST = 70  # letters of a candidate's name
 
 
-def candidates(store: Store, run: str) -> Candidates:
-    """What the run's result tells of its candidates; (): it has no result yet, or is no stitching job."""
+def load_candidates(store: Store, run: str) -> Candidates:
+    """Return the candidates of a run's result, or () for other jobs and runs without a result."""
     from fedquilt.tools.artefacts import export
 
     try:
-        if "onnx" not in methods.load(store.job(run).job.method).engines:
+        if "onnx" not in methods.load(store.find_job(run).job.method).engines:
             return ()  # it trains a network
-        found = export.artefact(store, run).meta.get("search", ())
+        found = export.load_result(store, run).meta.get("search", ())
     except FedquiltError:
         return ()
     return [each for each in found if each.get("flops") and each.get("accuracy") is not None]
 
 
-def boards(job: Job) -> list[str]:
-    """The boards whose milliseconds are shown: that which the job weighs by, and those of its fleet."""
+def list_boards(job: Job) -> list[str]:
     named = (job.params.get("board"), *job.fleet.boards)
     known = [str(name).partition(":")[0] for name in named if name]
-    return [name for name in dict.fromkeys(known) if name in profiles.names()]
+    return [name for name in dict.fromkeys(known) if name in profiles.board_names()]
 
 
-def section(found: Candidates, job: Job) -> Section | None:
-    """A plot of accuracy over MFLOP, with the front as a line, and a table; None: there are no candidates."""
+def make_section(found: Candidates, job: Job) -> Section | None:
     if not found:
         return None
     note = (
@@ -49,19 +47,18 @@ def section(found: Candidates, job: Job) -> Section | None:
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
         '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
     )
-    return Section((), drawn(_plot(found)), [note], Table(*table(found, job)))
+    return Section((), render_plots(_make_plot(found)), [note], Table(*make_table(found, job)))
 
 
-def table(found: Candidates, job: Job) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows, the most accurate first."""
-    named = boards(job)
+def make_table(found: Candidates, job: Job) -> tuple[list[str], list[list[str]]]:
+    named = list_boards(job)
     head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
     rows = []
-    for each in _ordered(found):
-        took = [front.milliseconds(each["flops"], each["read_bytes"], board) for board in named]
+    for each in _sort_candidates(found):
+        took = [front.inference_ms(each["flops"], each["read_bytes"], board) for board in named]
         rows.append(
             [
-                _name(each),
+                _format_short_name(each),
                 str(each["kind"]),
                 f"{100 * each['accuracy']:.1f} %",
                 "front" if each["front"] else "",
@@ -73,50 +70,52 @@ def table(found: Candidates, job: Job) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def lines(found: Candidates, job: Job) -> list[str]:
-    """The table as text, its rows by number, and below it what each number is; nothing without candidates."""
+def format_table(found: Candidates, job: Job) -> list[str]:
+    """Return the candidate table as text with numbered rows and full names, or [] without candidates."""
     if not found:
         return []
-    head, rows = table(found, job)
+    head, rows = make_table(found, job)
     numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
-    whole = [f"{number}: {_whole(each)}" for number, each in enumerate(_ordered(found), 1)]
-    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
+    whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(_sort_candidates(found), 1)]
+    return [*columns.format_table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
 
 
-def _ordered(found: Candidates) -> Candidates:
+def _sort_candidates(found: Candidates) -> Candidates:
     return sorted(found, key=lambda each: (-each["accuracy"], each["flops"]))
 
 
-def _plot(found: Candidates) -> plots.Plot:
+def _make_plot(found: Candidates) -> plots.Plot:
     best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
     kinds = sorted({str(each["kind"]) for each in found})
 
-    def place(each: Mapping[str, Any]) -> tuple[float, float]:
+    def get_coordinates(each: Mapping[str, Any]) -> tuple[float, float]:
         return each["flops"] / 1e6, 100 * each["accuracy"]
 
     def draw(axis: Any, tip: plots.Tip) -> None:
-        rising = [place(each) for each in best]
+        rising = [get_coordinates(each) for each in best]
         axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[len(kinds)], linewidth=1.8)
         for each in found:
-            x, y = place(each)
+            x, y = get_coordinates(each)
             ink = plots.COLOURS[kinds.index(str(each["kind"]))]
             fill = ink if each["front"] else "none"  # those off the front lie close together
             (dot,) = axis.plot([x], [y], "o", color=ink, markerfacecolor=fill, markersize=6, clip_on=False)
-            tip(dot, f"{_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
+            tip(dot, f"{_format_short_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
         axis.set_xlim(left=0.0)
         axis.set_xlabel("MFLOP of one example")
         axis.set_ylabel("accuracy on held-out examples, %")
 
-    told = "; ".join(f"{_name(each)} {place(each)[1]:.1f} % at {place(each)[0]:.3g} MFLOP" for each in best)
+    told = "; ".join(
+        f"{_format_short_name(each)} {get_coordinates(each)[1]:.1f} % at {get_coordinates(each)[0]:.3g} MFLOP"
+        for each in best
+    )
     keys = (*kinds, "front (filled dots)")
     return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY, keys=keys)
 
 
-def _whole(candidate: Mapping[str, Any]) -> str:
-    return names.network(candidate["taps"], candidate["kind"] != "aligned")
+def _format_full_name(candidate: Mapping[str, Any]) -> str:
+    return names.network_name(candidate["taps"], candidate["kind"] != "aligned")
 
 
-def _name(candidate: Mapping[str, Any]) -> str:
-    """The candidate's name, cut where it is long."""
-    name = _whole(candidate)
+def _format_short_name(candidate: Mapping[str, Any]) -> str:
+    name = _format_full_name(candidate)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

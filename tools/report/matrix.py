@@ -1,4 +1,4 @@
-"""Fate of every device in every round, as the cells of a table: a colour each, the reason as its tooltip."""
+"""Table of every device in every round, with a colour and a tooltip per cell."""
 
 from __future__ import annotations
 
@@ -28,25 +28,21 @@ COLOURED: Final = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """Devices down, rounds across."""
-
     keys: Sequence[tuple[str, str]]  # colours that occur, by their class, with their meaning
     heads: Sequence[tuple[str, int]]  # a round's number, and how many columns it stands over
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # device, and class and tooltip of each round
     notes: Sequence[str]
 
 
-def reason(part: Part) -> str:
-    """Why a device did not contribute, without what differs from round to round."""
+def format_reason(part: Part) -> str:
     return part.text if part.code == "declined" else MEANINGS.get(part.code, part.code)
 
 
-def matrix(parts: Mapping[int, Mapping[str, Part]]) -> Matrix:
-    """The last rounds and the first devices, where there are too many to show."""
+def make_matrix(parts: Mapping[int, Mapping[str, Part]]) -> Matrix:
     numbers = sorted(parts)[-MOST_ROUNDS:]
     known = sorted({name for number in numbers for name in parts[number]})
     names = known[:MOST_DEVICES]
-    rows = [(name, [_cell(number, name, parts[number].get(name)) for number in numbers]) for name in names]
+    rows = [(name, [_make_cell(number, name, parts[number].get(name)) for number in numbers]) for name in names]
     seen = {code for _, cells in rows for code, _ in cells}
     step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
     heads = [(str(numbers[i]), len(numbers[i : i + step])) for i in range(0, len(numbers), step)]
@@ -59,7 +55,7 @@ def matrix(parts: Mapping[int, Mapping[str, Part]]) -> Matrix:
     return Matrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
 
 
-def _cell(number: int, name: str, part: Part | None) -> tuple[str, str]:
+def _make_cell(number: int, name: str, part: Part | None) -> tuple[str, str]:
     if part is None:
         return "", ""
     return (part.code if part.code in COLOURED else "barred"), f"round {number}, {name}: {part.text}"

@@ -1,6 +1,6 @@
-"""Pages of HTML from the templates beside this file: each is one file without script, font or picture from elsewhere.
+"""HTML pages from templates, each a single file without external scripts, fonts or pictures.
 
-Values are escaped by the templates; only plots, which are made here, are taken as they are.
+Templates escape all values except plots, which are generated here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedquilt.tools.report.plots import Plot, svg
+from fedquilt.tools.report.plots import Plot, render_svg
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column names the row."""
-
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Sequence[str] = ()  # columns of sentences: they wrap and start at the left
@@ -25,33 +23,30 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A headed part of a page, in this order; what is empty is left out."""
-
     before: Sequence[str] = ()  # sentences
-    plots: Sequence[Any] = ()  # of `drawn`
+    plots: Sequence[Any] = ()  # of `render_plots`
     notes: Sequence[str] = ()
     table: Table | None = None
 
 
-def drawn(*plots: Plot) -> list[Any]:
-    """Plots as markup that templates take as it is."""
-    return [markup(svg(plot)) for plot in plots]
+def render_plots(*plots: Plot) -> list[Any]:
+    """Return plots as markup that templates do not escape."""
+    return [make_safe_markup(render_svg(plot)) for plot in plots]
 
 
-def markup(picture: str) -> Any:
-    """An SVG element that was made here, as what templates do not escape."""
+def make_safe_markup(picture: str) -> Any:
+    """Mark an SVG element that was generated here as safe for templates."""
     from markupsafe import Markup
 
     return Markup(picture)  # noqa: S704  # every text in it is escaped by `plots`
 
 
-def render(template: str, **values: Any) -> str:
-    """A page by its template's name."""
-    return str(_templates().get_template(template).render(**values))
+def render_page(template: str, **values: Any) -> str:
+    return str(_make_template_environment().get_template(template).render(**values))
 
 
 @cache
-def _templates() -> Any:
+def _make_template_environment() -> Any:
     import jinja2
 
     return jinja2.Environment(

@@ -1,4 +1,4 @@
-"""Who has how many examples of which class: as a picture, as a table and as JSON. Reads labels, no inputs.
+"""Number of examples per device and class, as a picture, a table and JSON.
 
 The picture is one SVG element: a file by itself, or a part of an HTML page.
 """
@@ -34,23 +34,21 @@ Place: TypeAlias = Callable[[int, int], tuple[float, float]]  # of a dot, for it
 
 @dataclass(frozen=True)
 class Counts:
-    """How many examples of each class each device has: to train on, and held out."""
-
     devices: tuple[str, ...]
     classes: tuple[str, ...]
     train: np.ndarray  # (devices, classes)
     held: np.ndarray  # likewise
 
 
-def of_job(job: Job, devices: int | None = None) -> Counts:
-    """The shares that `fedquilt fleet` gives its devices, by default as many as the job says.
+def count_examples(job: Job, devices: int | None = None) -> Counts:
+    """Return the example counts of the devices of `fedquilt fleet`, by default as many as in the job.
 
     Raises:
-        JobError: the job has no [data], or a wrong one.
-        DataError: it cannot be read, or not be shared out as it says.
+        JobError: If the job has no [data], or a wrong one.
+        DataError: If the data cannot be read or divided as requested.
     """
-    tables = Plan(job, Path(), Path(), devices).agents()
-    train, held = examples.label_counts(DataSpec.parse(tables[0]["data"]))
+    tables = Plan(job, Path(), Path(), devices).make_agent_tables()
+    train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
     spec = DataSpec.parse(job.data)
     known = spec.labels or job.labels
@@ -61,19 +59,17 @@ def of_job(job: Job, devices: int | None = None) -> Counts:
 
 
 def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
-    """The verb `fedquilt partition`."""
-    counts = of_job(job, devices)
+    counts = count_examples(job, devices)
     if out is not None:
-        disk.write(out, plots.with_ground(svg(counts, job.name)))
+        disk.write_output(out, plots.add_background(draw_counts(counts, job.name)))
     if format == "json":
-        progress.LINE.aside(msgspec.json.encode(table(counts)).decode())
+        progress.LINE.print_to_stdout(msgspec.json.encode(counts_to_dict(counts)).decode())
     else:
-        progress.LINE.aside(*lines(counts), *([f"drawn in {out}"] if out is not None else []))
+        progress.LINE.print_to_stdout(*format_counts(counts), *([f"drawn in {out}"] if out is not None else []))
     return 0
 
 
-def table(counts: Counts) -> dict[str, Any]:
-    """For programs: every count."""
+def counts_to_dict(counts: Counts) -> dict[str, Any]:
     rows = zip(counts.devices, counts.train.tolist(), counts.held.tolist(), strict=True)
     return {
         "classes": list(counts.classes),
@@ -81,8 +77,7 @@ def table(counts: Counts) -> dict[str, Any]:
     }
 
 
-def lines(counts: Counts) -> list[str]:
-    """For people: a line for each device with its counts, held-out ones among them, and a line for all."""
+def format_counts(counts: Counts) -> list[str]:
     every = counts.train + counts.held
     few = len(counts.classes) <= FEW
     head = ["device", "examples", "held out", *(counts.classes if few else ["classes", "largest class"])]
@@ -93,7 +88,7 @@ def lines(counts: Counts) -> list[str]:
         rows.append([name, f"{own.sum()}", f"{held.sum()}", *([f"{n or '.'}" for n in own] if few else shape)])
     sizes = every.sum(axis=1)
     return [
-        *columns.table(rows, "<>"),
+        *columns.format_table(rows, "<>"),
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
         f"{np.count_nonzero(every.sum(axis=0))} classes; {counts.held.sum()} are held out",
     ]
@@ -102,10 +97,11 @@ def lines(counts: Counts) -> list[str]:
 # -- the picture ----------------------------------------------------------------------------------
 
 
-def svg(counts: Counts, title: str = "") -> str:
-    """One dot for each device (across) and class (down), its area as the number of examples; below, all of a device.
+def draw_counts(counts: Counts, title: str = "") -> str:
+    """Return an SVG with a dot per device and class, and a bar per device.
 
-    The dark part is to train on, the pale rim held out. Pointing at a dot shows its numbers.
+    The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
+    tooltips with their numbers.
     """
     every = counts.train + counts.held
     cell = min(WIDE, max(NARROW, ROOM / max(1, len(counts.devices))))
@@ -122,25 +118,26 @@ def svg(counts: Counts, title: str = "") -> str:
     def draw(axis: Any, tip: plots.Tip) -> None:
         axis.text(12, LINE, title or "examples by device and class", size=13, weight=600)
         axis.text(12, 2.2 * LINE, NOTE)
-        _legend(axis, largest, radius)
+        _draw_legend(axis, largest, radius)
         for row, name in enumerate(counts.classes):
             y = top + tall * (row + 0.5)
             axis.text(left - 6, y, name, ha="right", va="center")
             axis.plot([left, left + cell * len(counts.devices)], [y, y], color=plots.INK, alpha=0.14, linewidth=1)
         step = math.ceil(12 / cell)  # names lie sideways, so many devices apart that none covers another
-        _dots(axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius)
+        _draw_dots(
+            axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius
+        )
         for column, name in enumerate(counts.devices):
             x = left + cell * (column + 0.5)
-            _bar(axis, tip, counts, column, x, floor, 0.7 * cell)
+            _draw_bar(axis, tip, counts, column, x, floor, 0.7 * cell)
             if column % step == 0:
                 axis.text(x, floor + 6, name, rotation=90, ha="center", va="top")
 
-    words = f"{title or 'examples by device and class'}: {lines(counts)[-1]}"
-    return plots.picture(width, height, words, draw)
+    words = f"{title or 'examples by device and class'}: {format_counts(counts)[-1]}"
+    return plots.render_picture(width, height, words, draw)
 
 
-def _legend(axis: Any, largest: int, radius: Radius) -> None:
-    """Dots of the largest count and of a quarter of it."""
+def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
     from matplotlib.patches import Circle
 
     x, y = 12.0, 2.8 * LINE + WIDE / 2
@@ -151,8 +148,8 @@ def _legend(axis: Any, largest: int, radius: Radius) -> None:
         x += LETTER * len(str(count)) + 14
 
 
-def _dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: Radius) -> None:
-    """A pale dot for all examples of a class on a device, and a dark one on it; tooltips unless there are too many."""
+def _draw_dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: Radius) -> None:
+    # dots have no tooltips if there are more than MOST_TIPS
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 
@@ -172,7 +169,7 @@ def _dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: Radiu
             tip(dot, told)
 
 
-def _bar(axis: Any, tip: plots.Tip, counts: Counts, column: int, x: float, floor: float, wide: float) -> None:
+def _draw_bar(axis: Any, tip: plots.Tip, counts: Counts, column: int, x: float, floor: float, wide: float) -> None:
     from matplotlib.patches import Rectangle
 
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))

@@ -1,8 +1,8 @@
-"""Plots in one style, drawn by matplotlib as SVG text: lines with a band, bars, dots, and whatever a caller draws.
+"""Plots in one style, drawn by matplotlib as SVG text.
 
-A plot takes its ink from the text around it (`currentColor`), so that one picture serves light and dark pages;
-`alone` makes a file that brings its own background. Text stays text, so it can be searched and read aloud.
-matplotlib (the extra `report`) is imported when a plot is rendered, not before.
+A plot takes its colour from the surrounding text (`currentColor`), so that one picture suits light and dark pages.
+`render_file` adds a background. Text stays text, so it is searchable and accessible. matplotlib (the extra `report`)
+is imported when a plot is rendered.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Tip: TypeAlias = Callable[[Any, str], None]  # gives an artist a tooltip
 
 @dataclass(frozen=True)
 class Line:
-    """One line: points by ascending x; `low` and `high` are the band around it."""
-
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -43,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar with a part for each name of the plot; None: not known."""
+    """Bar of a plot, with a value per part. None means unknown."""
 
     name: str
     parts: Sequence[float | None]
@@ -51,15 +49,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Dots:
-    """One row of dots, with a stroke at their mean."""
-
     name: str
     values: Sequence[float]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot that is not rendered yet: `draw` gets its axis and a function that gives an artist a tooltip."""
+    """Plot that is not rendered yet. `draw` receives an axis and a function that adds tooltips."""
 
     title: str
     summary: str  # the plot in words, for who cannot see it
@@ -71,25 +67,30 @@ class Plot:
 
     @property
     def height(self) -> float:
-        """Height of the plot in pixels, with title and keys."""
-        return TITLE + LINE * len(_wrapped(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0)
+        return TITLE + LINE * len(_wrap_legend(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0)
 
 
 # -- kinds of plots -------------------------------------------------------------------------------
 
 
-def lines(
+def plot_lines(
     found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
 ) -> Plot:
-    """Lines over common axes, x from 0; values that are not finite are left out.
+    """Return a plot of lines over common axes. Values that are not finite are left out.
 
-    `level` is the height of a dotted horizontal line, `most` the end of the upward axis, unless a value lies above.
+    Args:
+        found: The lines.
+        title: Title of the plot.
+        x: Label of the x axis, which starts at 0.
+        y: Label of the y axis.
+        level: Height of a dotted horizontal line, or None.
+        most: End of the y axis, unless a value is larger.
     """
-    found = [_finite(line) for line in found]
+    found = [_drop_infinite_points(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
     if not across:
-        return empty(title)
+        return plot_nothing(title)
 
     def draw(axis: Any, tip: Tip) -> None:
         for number, line in enumerate(found):
@@ -101,20 +102,20 @@ def lines(
                 axis.plot(line.x, line.y, color=ink, linewidth=1.8, linestyle=dash)
             for a, b in zip(line.x, line.y, strict=True) if len(line.x) <= MOST_DOTS else ():
                 (dot,) = axis.plot([a], [b], "o", color=ink, markersize=4.5 if len(line.x) > 1 else 9, clip_on=False)
-                tip(dot, f"{line.name + ': ' if line.name else ''}{short(b)} at {short(a)}")
+                tip(dot, f"{line.name + ': ' if line.name else ''}{format_number(b)} at {format_number(a)}")
         if level is not None:
             axis.axhline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
         whole = all(float(value).is_integer() for value in across)
-        _scaled(axis.xaxis, ticks(min([0.0, *across]), max(across), whole=whole), max(across))
-        _scaled(axis.yaxis, _range([*up, *([] if level is None else [level])], most))
+        _set_ticks(axis.xaxis, choose_ticks(min([0.0, *across]), max(across), whole=whole), max(across))
+        _set_ticks(axis.yaxis, _choose_axis_ticks([*up, *([] if level is None else [level])], most))
         axis.set_xlabel(x)
         axis.set_ylabel(y)
 
-    ends = [f"{line.name + ' ' if line.name else ''}ends at {short(line.y[-1])}" for line in found if line.y]
-    return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_named(found))
+    ends = [f"{line.name + ' ' if line.name else ''}ends at {format_number(line.y[-1])}" for line in found if line.y]
+    return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_list_line_names(found))
 
 
-def bars(
+def plot_bars(
     found: Sequence[Bar],
     title: str,
     x: str,
@@ -124,15 +125,21 @@ def bars(
     level: float | None = None,
     colours: Sequence[str] = (),
 ) -> Plot:
-    """Horizontal bars, their parts end to end, their sums as figures; what is not known says so.
+    """Return a plot of horizontal bars, divided into parts and labelled with their sums.
 
-    `most` is the end of the axis across, as in `lines`, `level` the place of a dotted vertical line, and `colours`
-    has one for each bar of a single part; () makes all alike.
+    Args:
+        found: The bars.
+        title: Title of the plot.
+        x: Label of the x axis.
+        parts: Names of the parts.
+        most: End of the x axis, unless a value is larger.
+        level: Place of a dotted vertical line, or None.
+        colours: A colour for each bar of a single part, or () for the same colour.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
-        return empty(title)
-    told = [_told(bar, total) for bar, total in zip(found, sums, strict=True)]
+        return plot_nothing(title)
+    told = [_format_total(bar, total) for bar, total in zip(found, sums, strict=True)]
 
     def draw(axis: Any, tip: Tip) -> None:
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
@@ -141,26 +148,31 @@ def bars(
                 ink = colours[row] if colours else COLOURS[number % len(COLOURS)]
                 (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=ink)
                 of = f", {parts[number]}" if parts[number] else ""
-                tip(rect, f"{bar.name}{of}: {'not known' if part is None else short(part)}")
+                tip(rect, f"{bar.name}{of}: {'not known' if part is None else format_number(part)}")
                 at += part or 0.0
             axis.annotate(words, (at, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
         if level is not None:
             axis.axvline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
-        _rows(axis, [bar.name for bar in found])
-        _scaled(axis.xaxis, _range([0.0, *sums, *([] if level is None else [level])], most))
+        _label_rows(axis, [bar.name for bar in found])
+        _set_ticks(axis.xaxis, _choose_axis_ticks([0.0, *sums, *([] if level is None else [level])], most))
         axis.set_xlabel(x)
 
     listed = ", ".join(f"{bar.name} {words}" for bar, words in zip(found, told, strict=True))
     right = RIGHT + LETTER * max(map(len, told))
     body = LINE * len(found) + 4
-    return Plot(title, f"{title}; {x}; {listed}", draw, body, _room(found), right, tuple(filter(None, parts)))
+    return Plot(
+        title, f"{title}; {x}; {listed}", draw, body, _compute_label_width(found), right, tuple(filter(None, parts))
+    )
 
 
-def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> Plot:
-    """A row of dots for each name, with a stroke and a figure at their mean. `most`: as of `bars`."""
+def plot_dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> Plot:
+    """Return a plot with a row of dots per name, and a stroke at their mean.
+
+    `most` is the end of the x axis, unless a value is larger.
+    """
     values = [value for row in found for value in row.values]
     if not values:
-        return empty(title)
+        return plot_nothing(title)
     means = [sum(row.values) / len(row.values) if row.values else None for row in found]
 
     def draw(axis: Any, tip: Tip) -> None:
@@ -168,23 +180,25 @@ def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -
             ink = COLOURS[number % len(COLOURS)]
             for value in row.values:
                 (dot,) = axis.plot([value], [number], "o", color=ink, markersize=7, clip_on=False)
-                tip(dot, f"{row.name}: {short(value)}")
+                tip(dot, f"{row.name}: {format_number(value)}")
             if mean is not None:
                 axis.plot([mean, mean], [number - 0.36, number + 0.36], color=ink, linewidth=2)
                 beside = axis.get_yaxis_transform()
-                axis.text(1.02, number, short(mean), transform=beside, va="center")
-        _rows(axis, [row.name for row in found])
-        _scaled(axis.xaxis, _range(values, most))
+                axis.text(1.02, number, format_number(mean), transform=beside, va="center")
+        _label_rows(axis, [row.name for row in found])
+        _set_ticks(axis.xaxis, _choose_axis_ticks(values, most))
         axis.set_xlabel(x)
 
     pairs = zip(found, means, strict=True)
-    told = ", ".join(f"{row.name} {'not known' if mean is None else short(mean)} on average" for row, mean in pairs)
-    return Plot(title, f"{title}; {x}; {told}", draw, LINE * 1.3 * len(found) + 4, _room(found), RIGHT + 44)
+    told = ", ".join(
+        f"{row.name} {'not known' if mean is None else format_number(mean)} on average" for row, mean in pairs
+    )
+    return Plot(
+        title, f"{title}; {x}; {told}", draw, LINE * 1.3 * len(found) + 4, _compute_label_width(found), RIGHT + 44
+    )
 
 
-def empty(title: str) -> Plot:
-    """A plot without data, which says so."""
-
+def plot_nothing(title: str) -> Plot:
     def draw(axis: Any, tip: Tip) -> None:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not known of this run", transform=axis.transAxes, ha="center", alpha=0.7)
@@ -195,22 +209,24 @@ def empty(title: str) -> Plot:
 # -- rendering ------------------------------------------------------------------------------------
 
 
-def svg(*found: Plot) -> str:
-    """Render plots, one below the other, as one SVG element."""
+def render_svg(*found: Plot) -> str:
     heights = [plot.height for plot in found]
 
     def draw(figure: Any, tip: Tip) -> None:
         for plot, offset in zip(found, accumulate(heights, initial=0.0), strict=False):
-            _place(figure, plot, offset, sum(heights), tip)
+            _draw_plot(figure, plot, offset, sum(heights), tip)
 
-    return _rendered(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
+    return _render(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
 
 
-def picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
-    """SVG element of `width` x `height` pixels that is no plot with axes.
+def render_picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
+    """Render a picture without axes as an SVG element.
 
-    `summary` describes the picture for readers who cannot see it. `draw` is called with an axis in pixels from the
-    upper left, without frame or ticks, and a function that gives an artist a tooltip.
+    Args:
+        width: Width in pixels.
+        height: Height in pixels.
+        summary: Description for readers who cannot see the picture.
+        draw: Function called with an axis in pixels from the upper left, and a function that adds tooltips.
     """
 
     def fill(figure: Any, tip: Tip) -> None:
@@ -219,16 +235,14 @@ def picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip]
         axis.set_axis_off()
         draw(axis, tip)
 
-    return _rendered(width, height, summary, fill)
+    return _render(width, height, summary, fill)
 
 
-def alone(*found: Plot) -> str:
-    """Plots as a file: dark ink on white, or the other way round where the reader prefers dark."""
-    return with_ground(svg(*found))
+def render_file(*found: Plot) -> str:
+    return add_background(render_svg(*found))
 
 
-def with_ground(picture: str) -> str:
-    """An SVG element as a file with a background of its own, light or dark as the reader prefers."""
+def add_background(picture: str) -> str:
     style = (
         "<style>svg{color:#1c1c1c;background:#fff}"
         "@media(prefers-color-scheme:dark){svg{color:#e8e8e8;background:#16181c}}</style>"
@@ -236,24 +250,22 @@ def with_ground(picture: str) -> str:
     return picture.replace(">", f">{style}", 1) + "\n"
 
 
-def figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of so many pixels."""
+def make_figure(width: float, height: float) -> Any:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     from matplotlib.figure import Figure
 
     return Figure((width / 72, height / 72), facecolor="none")
 
 
-def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
-    """SVG element of what `draw` puts on a figure, with a label for screen readers."""
+def _render(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
     file, tips = io.BytesIO(), dict[str, str]()
 
     def tip(artist: Any, text: str) -> None:
         artist.set_gid(f"tip{len(tips)}")
         tips[artist.get_gid()] = text
 
-    with style(summary):
-        canvas = figure(width, height)
+    with make_plot_style(summary):
+        canvas = make_figure(width, height)
         draw(canvas, tip)
         canvas.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().decode()
@@ -261,7 +273,7 @@ def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Ti
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\s*\n\s*", " ", text).replace(" <", "<")
     used = {*re.findall(r'(?:href="|url\()#([^")]+)', text), *tips}
-    text = re.sub(r"<[a-zA-Z][^<>]*>", lambda found: _tag(found[0], used), text)
+    text = re.sub(r"<[a-zA-Z][^<>]*>", lambda found: _clean_tag(found[0], used), text)
     text = re.sub(r"<g/>|<defs></defs>", "", text)
     text = re.sub(r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>", text)
     head = (
@@ -272,15 +284,18 @@ def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Ti
     return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
 
 
-def _tag(tag: str, used: set[str]) -> str:
-    """An element's tag with the page's ink and fonts in place of matplotlib's, without an id that nothing refers to."""
+def _clean_tag(tag: str, used: set[str]) -> str:
+    # replaces colours and fonts, and removes unused ids
     tag = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", tag)
     tag = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, tag)
     return tag.replace(INK, "currentColor")
 
 
-def style(salt: str) -> Any:
-    """The one style of everything drawn, as a context; the same `salt` and content give the same bytes of SVG."""
+def make_plot_style(salt: str) -> Any:
+    """Return the matplotlib style of all plots as a context manager.
+
+    The same `salt` and content give the same bytes of SVG.
+    """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
 
@@ -293,15 +308,14 @@ def style(salt: str) -> Any:
     return matplotlib.rc_context(inked | sizes | more | spines | marks | text)
 
 
-def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) -> None:
-    """Put a plot's title, legend and axis so many pixels below the upper edge."""
+def _draw_plot(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) -> None:
     from matplotlib.lines import Line2D
 
     def down(pixels: float) -> float:
         return 1 - (offset + pixels) / height
 
     figure.text(12 / WIDTH, down(18), plot.title, size=13, weight=600)
-    rows = _wrapped(plot.keys)
+    rows = _wrap_legend(plot.keys)
     for row, numbers in enumerate(rows):
         at = 12.0
         for number in numbers:
@@ -319,8 +333,7 @@ def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) -> N
 # -- pieces ---------------------------------------------------------------------------------------
 
 
-def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round numbers, evenly apart, from at most `low` to at least `high`; `whole`: integers only."""
+def choose_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     from matplotlib.ticker import MaxNLocator
 
     if high <= low:
@@ -329,53 +342,51 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     return [float(value) for value in found]
 
 
-def short(value: float) -> str:
-    """A number with no more digits than a label needs."""
+def format_number(value: float) -> str:
+    """Return a number as text, with four digits or without decimals."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _range(values: Sequence[float], most: float) -> list[float]:
-    found = ticks(min(values), max(values))
+def _choose_axis_ticks(values: Sequence[float], most: float) -> list[float]:
+    found = choose_ticks(min(values), max(values))
     within = [value for value in found if value <= most]
     return within if len(within) > 1 and within[-1] >= max(values) else found
 
 
-def _scaled(axis: Any, marks: Sequence[float], end: float | None = None) -> None:
-    """Set an axis's numbers; it ends at `end`, or at the last number."""
+def _set_ticks(axis: Any, marks: Sequence[float], end: float | None = None) -> None:
     last = marks[-1] if end is None or end <= marks[0] else end
-    axis.set_ticks([mark for mark in marks if mark <= last], labels=[short(mark) for mark in marks if mark <= last])
+    axis.set_ticks(
+        [mark for mark in marks if mark <= last], labels=[format_number(mark) for mark in marks if mark <= last]
+    )
     axis.axes.set(**{f"{axis.axis_name}lim": (marks[0], last)})
 
 
-def _rows(axis: Any, names: Sequence[str]) -> None:
-    """Name an axis's rows, the first on top."""
-    axis.set_yticks(range(len(names)), [_cut(name) for name in names])
+def _label_rows(axis: Any, names: Sequence[str]) -> None:
+    axis.set_yticks(range(len(names)), [_shorten_name(name) for name in names])
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(False, axis="y")
 
 
-def _told(bar: Bar, total: float) -> str:
-    return "not known" if all(part is None for part in bar.parts) else short(total)
+def _format_total(bar: Bar, total: float) -> str:
+    return "not known" if all(part is None for part in bar.parts) else format_number(total)
 
 
-def _room(rows: Sequence[Bar | Dots]) -> float:
-    """Pixels for the longest name."""
-    return 18 + LETTER * max(len(_cut(row.name)) for row in rows)
+def _compute_label_width(rows: Sequence[Bar | Dots]) -> float:
+    return 18 + LETTER * max(len(_shorten_name(row.name)) for row in rows)
 
 
-def _named(found: Sequence[Line]) -> tuple[str, ...]:
+def _list_line_names(found: Sequence[Line]) -> tuple[str, ...]:
     return tuple(line.name for line in found if line.name)
 
 
-def _finite(line: Line) -> Line:
+def _drop_infinite_points(line: Line) -> Line:
     good = [i for i, (a, b) in enumerate(zip(line.x, line.y, strict=True)) if math.isfinite(a) and math.isfinite(b)]
     kept = [[values[i] for i in good] for values in (line.x, line.y)]
     band = [[values[i] for i in good] if values else [] for values in (line.low, line.high)]
     return Line(line.name, *kept, *band)
 
 
-def _wrapped(names: Sequence[str]) -> list[list[int]]:
-    """The legend's entries by number, as many in a line as fit."""
+def _wrap_legend(names: Sequence[str]) -> list[list[int]]:
     rows: list[list[int]] = []
     room = 0.0
     for number, name in enumerate(names):
@@ -388,5 +399,5 @@ def _wrapped(names: Sequence[str]) -> list[list[int]]:
     return rows
 
 
-def _cut(name: str, most: int = 26) -> str:
+def _shorten_name(name: str, most: int = 26) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"

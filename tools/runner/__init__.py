@@ -1,4 +1,4 @@
-"""`fedquilt serve-model`: a small runner on ONNX Runtime that takes up models as they come, and watches drift."""
+"""Model runner on ONNX Runtime that loads new models while running and measures drift."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def main(
     anywhere: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Classify requests, or the files of a folder or camera, with a place's model until told to end.
+    """Classify requests, or the examples of a folder or a camera, until the process ends.
 
     Args:
-        place: as `fedquilt.tools.runner.models.target` takes it.
-        listen: HOST:PORT to answer at, port 0 for any that is free; None: with `folder` or `camera`.
-        folder: folder whose files are answered to.
-        camera: path of a camera whose pictures are answered to.
-        every_s: seconds between two pictures.
-        threads: within one operation of the network; 0: one per core.
-        labels: file with a name of a class in each line; None: as the network has them.
-        anywhere: allow an address that other machines reach.
-        say: takes a line.
+        place: Model folder or file, as for `fedquilt.tools.runner.models.resolve_model_file`.
+        listen: HOST:PORT of the HTTP server, with port 0 for any free port, or None for `folder` or `camera`.
+        folder: Folder whose files are classified.
+        camera: Path of a camera whose pictures are classified.
+        every_s: Seconds between two pictures.
+        threads: Number of threads in one operation of the network, or 0 for one per core.
+        labels: File with one class name per line, or None for the names of the network.
+        anywhere: Permit an address that other machines can reach.
+        say: Function that prints a line.
 
     Raises:
-        ModelError: there is no model, or it cannot be used.
-        JobError: no such address, one that is taken or that others reach, or a package is missing.
-        DataError: no such folder or camera, or the file of labels cannot be read.
+        ModelError: If the model is missing or unusable.
+        JobError: If the address is invalid, in use or reachable by others, or a package is missing.
+        DataError: If the folder, the camera or the file of labels cannot be read.
     """
     connections.raise_descriptor_limit()
-    address = None if listen is None else _address(listen, anywhere)
+    address = None if listen is None else _require_permitted_address(listen, anywhere)
     models = Models(place, None if labels is None else read_labels(labels), threads=threads)
     service = Service(models, place if place.is_dir() else None)
     with contextlib.ExitStack() as stack:
@@ -65,25 +65,25 @@ def main(
         elif camera is not None:
             source = stack.enter_context(contextlib.closing(Camera(service, camera, every_s, say)))
             every = FIRST_S
-        stack.callback(service.write)
+        stack.callback(service.write_status)
         with contextlib.suppress(KeyboardInterrupt):
             look_s = 0.0
             while True:
                 if source is not None:
-                    source.step()
+                    source.classify_new()
                 if time.monotonic() >= look_s:
-                    if models.look():
-                        service.write()  # the agent waits for a word of the new model
-                    service.step()
+                    if models.reload_if_changed():
+                        service.write_status()  # the agent waits for a word of the new model
+                    service.write_if_due()
                     look_s = time.monotonic() + LOOK_S
                 time.sleep(every)
 
 
 def read_labels(path: Path) -> list[str]:
-    """Names of classes, one a line.
+    """Return the class names in a file, one per line.
 
     Raises:
-        DataError: the file cannot be read, or holds none.
+        DataError: If the file cannot be read or is empty.
     """
     try:
         found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -94,8 +94,8 @@ def read_labels(path: Path) -> list[str]:
     return found
 
 
-def _address(listen: str, anywhere: bool) -> tuple[str, int]:
-    host, port = open_metrics.address(listen)
+def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
+    host, port = open_metrics.parse_address(listen)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

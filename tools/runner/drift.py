@@ -1,16 +1,16 @@
-"""How far the examples that a model sees have moved from those that it began with: counts of a few numbers of each.
+"""Drift of the examples that a model receives, compared with its first examples.
 
-Of every example a few numbers are taken: mean and deviation of each channel, how much neighbouring values differ, the
-class, its confidence and the entropy of the answer. The first ones make the reference: the limits of ten bins that hold
-as many of them each. What comes later is counted in these bins, and what lies further back weighs less. No example is
-kept, and neither is a number of a single one once the reference is made.
+Each example is described by a few features: mean and deviation of each channel, the difference of neighbouring
+values, the class, its confidence and the entropy of the scores. The first examples form the reference, with ten bins
+of equal count per feature. Later examples are counted in these bins with decaying weights. No example is stored, and
+once the reference exists, no feature of a single example either.
 
-Drift is the Jensen-Shannon distance of the two distributions (J. Lin, IEEE Trans. Inf. Theory 37(1), 1991; base 2, so
-0 to 1), the largest of all numbers'. Two samples of n and m examples of the same distribution differ too: the
-divergence, the distance's square, is then (1/n + 1/m) / (8 ln 2) times a chi-squared of one degree less than there are
-bins (after I. Grosse et al., Phys. Rev. E 65, 041905, 2002). A distance that this explains, at one in a million, is 0;
-of a larger one the expected part of it is taken off. Examples that resemble the one before, as frames of a camera do,
-count as fewer: n (1 - r) / (1 + r) of them, r being the correlation of neighbours in the reference.
+Drift is the largest Jensen-Shannon distance of any feature (J. Lin, IEEE Trans. Inf. Theory 37(1), 1991, base 2, so 0
+to 1). Two samples of n and m examples of the same distribution differ too: the divergence, the square of the
+distance, is (1/n + 1/m) / (8 ln 2) times a chi-squared variable of one degree less than there are bins (after I.
+Grosse et al., Phys. Rev. E 65, 041905, 2002). A distance within its one-in-a-million quantile counts as 0. The
+expected part is subtracted from a larger one. Examples that resemble their predecessor, such as camera frames, count
+as n (1 - r) / (1 + r) examples, with the correlation r of neighbours in the reference.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ CORRELATED: Final = 0.98  # largest correlation of neighbours that is believed
 
 
 class Reference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Distribution of the examples that a model began with."""
-
     names: tuple[str, ...]  # of the numbers
     edges: tuple[tuple[float, ...], ...]  # of each: ascending, up to BINS - 1
     counts: tuple[tuple[float, ...], ...]  # of each: below, at and between its edges
@@ -47,23 +45,20 @@ class Reference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     class_weight: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
     @property
-    def whole(self) -> bool:
-        """Whether its parts fit each other, as they may not in a damaged file."""
+    def is_consistent(self) -> bool:
+        """Whether the fields fit each other. A damaged file may violate this."""
         numbers = len(self.names) == len(self.edges) == len(self.counts) == len(self.weights)
         bins = all(len(found) == 2 * len(limits) + 1 for limits, found in zip(self.edges, self.counts, strict=False))
         counted = all(sum(found) > 0 and min(found) >= 0 for found in (*self.counts, self.class_counts))
         return numbers and bins and counted and len(self.class_counts) == len(self.classes) + 1
 
 
-def numbers(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """The numbers of some examples, and their names.
+def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names (k,) and the values (n, k) float64 of the features of n examples.
 
     Args:
-        prepared: network inputs, (n, ...).
-        scores: outputs, (n, labels).
-
-    Returns:
-        names (k,) and values (n, k) float64.
+        prepared: Network inputs (n, ...).
+        scores: Network outputs (n, labels).
     """
     found: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
@@ -91,20 +86,20 @@ def numbers(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], 
     return tuple(found), np.stack(list(found.values()), axis=1)
 
 
-def reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> Reference:
-    """The distribution of some examples, in the order in which they came.
+def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> Reference:
+    """Return the distribution of examples.
 
     Args:
-        names: of the numbers, (k,).
-        values: (n, k).
-        classes: (n,).
+        names: Names (k,) of the features.
+        values: Features (n, k) in the order of the examples.
+        classes: Predicted classes (n,).
     """
     edges = tuple(
         tuple(float(edge) for edge in np.unique(np.quantile(column, np.arange(1, BINS) / BINS))) for column in values.T
     )
     counts = []
     for column, limits in zip(values.T, edges, strict=True):
-        found = Counter(place(limits, value) for value in column)
+        found = Counter(find_bin(limits, value) for value in column)
         counts.append(tuple(float(found[bin]) for bin in range(2 * len(limits) + 1)))
     told = Counter(int(each) for each in classes)
     own = tuple(sorted(number for number, count in told.items() if count >= FEW))
@@ -114,20 +109,20 @@ def reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> 
         tuple(names),
         edges,
         tuple(counts),
-        tuple(_weight(column[:, None]) for column in values.T),
+        tuple(_compute_weight(column[:, None]) for column in values.T),
         own,
         (*(float(told[number]) for number in own), rest),
-        _weight(hot.astype(np.float64)),
+        _compute_weight(hot.astype(np.float64)),
     )
 
 
-def place(edges: Sequence[float], value: float) -> int:
-    """The bin of a value: even numbers are between two edges, odd ones at an edge, where many values are equal."""
+def find_bin(edges: Sequence[float], value: float) -> int:
+    """Return the bin of a value: even between two edges, odd at an edge."""
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 
-def _weight(columns: np.ndarray) -> float:
-    """What an example counts for, by how much it resembles the one before."""
+def _compute_weight(columns: np.ndarray) -> float:
+    # (1 - r) / (1 + r) with the correlation r of neighbouring examples
     centred = columns - columns.mean(axis=0)
     whole = float((centred**2).sum())
     if whole <= 0:
@@ -137,11 +132,11 @@ def _weight(columns: np.ndarray) -> float:
 
 
 class Drift:
-    """Counts of the examples of one model.
+    """Feature histograms of one model's examples.
 
     Args:
-        known: its reference, if it has one already; else the first `size` examples make one.
-        size: examples of the reference, and about as many of those behind weigh in the comparison.
+        known: Reference of the model, or None to build one from the first `size` examples.
+        size: Number of examples of the reference, and effective number of compared examples.
     """
 
     def __init__(self, known: Reference | None = None, size: int = SIZE) -> None:
@@ -153,14 +148,13 @@ class Drift:
         self._classes: list[float] = []
         self._sum = self._squares = 0.0  # of the weights of the examples counted
         if known is not None:
-            self._clear(known)
+            self._reset_counts(known)
 
-    def _clear(self, known: Reference) -> None:
+    def _reset_counts(self, known: Reference) -> None:
         self._counts = [[0.0] * len(each) for each in known.counts]
         self._classes = [0.0] * len(known.class_counts)
 
-    def add(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
-        """Count examples: their numbers (n, k) and classes (n,)."""
+    def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
         if self.reference is not None and self.reference.names != names:  # made by another version
             self.reference = None
         for row, number in zip(values, classes, strict=True):
@@ -168,13 +162,13 @@ class Drift:
                 self._first.append((row, number))
                 if len(self._first) >= self._size:
                     rows, numbers_ = zip(*self._first, strict=True)
-                    self.reference = reference(names, np.stack(rows), np.array(numbers_))
+                    self.reference = make_reference(names, np.stack(rows), np.array(numbers_))
                     self._first.clear()
-                    self._clear(self.reference)
+                    self._reset_counts(self.reference)
             else:
-                self._count(self.reference, row.tolist(), number)
+                self._count_example(self.reference, row.tolist(), number)
 
-    def _count(self, known: Reference, row: Sequence[float], number: int) -> None:
+    def _count_example(self, known: Reference, row: Sequence[float], number: int) -> None:
         keep = self._keep
         self._sum, self._squares = self._sum * keep + 1, self._squares * keep * keep + 1
         for counts in (*self._counts, self._classes):
@@ -182,45 +176,47 @@ class Drift:
                 if count:
                     counts[index] = count * keep
         for counts, edges, value in zip(self._counts, known.edges, row, strict=True):
-            counts[place(edges, value)] += 1
+            counts[find_bin(edges, value)] += 1
         found = bisect_left(known.classes, number)
         mine = found < len(known.classes) and known.classes[found] == number
         self._classes[found if mine else len(known.classes)] += 1
 
     @property
-    def sample(self) -> float:
-        """Number of examples of equal weight that what is compared is worth."""
+    def effective_sample(self) -> float:
+        """Number of equally weighted examples that the decaying counts are worth."""
         return self._sum**2 / self._squares if self._squares else 0.0
 
-    def distances(self) -> dict[str, float]:
-        """Name of a number -> its distance from the reference, 0 to 1; {}: too few examples have been seen."""
+    def compute_distances(self) -> dict[str, float]:
+        """Return the distance (0 to 1) of each feature, or {} before enough examples were counted."""
         known = self.reference
-        if known is None or self.sample < min(LEAST, self._size):
+        if known is None or self.effective_sample < min(LEAST, self._size):
             return {}
         alpha = ALPHA / (len(known.names) + 1)
         found = {
-            name: distance(before, now, weight, self.sample, alpha)
+            name: compute_excess_distance(before, now, weight, self.effective_sample, alpha)
             for name, before, now, weight in zip(known.names, known.counts, self._counts, known.weights, strict=True)
         }
-        found["class"] = distance(known.class_counts, self._classes, known.class_weight, self.sample, alpha)
+        found["class"] = compute_excess_distance(
+            known.class_counts, self._classes, known.class_weight, self.effective_sample, alpha
+        )
         return found
 
-    def score(self) -> float | None:
-        """The largest of the distances; None: too few examples have been seen."""
-        return max(self.distances().values(), default=None)
+    def compute_score(self) -> float | None:
+        """Return the largest distance, or None before enough examples were counted."""
+        return max(self.compute_distances().values(), default=None)
 
 
-def distance(
+def compute_excess_distance(
     before: Sequence[float], now: Sequence[float], weight: float, sample: float, alpha: float = ALPHA
 ) -> float:
-    """Jensen-Shannon distance of two counts, as far as chance does not explain it: 0 to 1.
+    """Return the Jensen-Shannon distance (0 to 1) of two histograms in excess of chance.
 
     Args:
-        before: counts of the reference.
-        now: counts in the same bins.
-        weight: what an example counts for.
-        sample: number of examples that `now` is worth.
-        alpha: probability with which chance alone leads to a distance above 0.
+        before: Counts of the reference.
+        now: Counts in the same bins.
+        weight: Effective weight of an example.
+        sample: Number of examples that `now` is worth.
+        alpha: Probability of a distance above 0 without drift.
     """
     p, q = np.asarray(before, np.float64), np.asarray(now, np.float64)
     used = (p + q) > 0
@@ -231,13 +227,16 @@ def distance(
     p, q = p[used] / p.sum(), q[used] / q.sum()
     mean = (p + q) / 2
     found = float(sum((each[each > 0] * np.log2(each[each > 0] / mean[each > 0])).sum() for each in (p, q)) / 2)
-    if found <= chi_squared(bins - 1, alpha) * unit:
+    if found <= chi_squared_quantile(bins - 1, alpha) * unit:
         return 0.0
     expected = (bins - 1) * unit
     return math.sqrt(min(max((found - expected) / (1 - expected), 0.0), 1.0)) if expected < 1 else 0.0
 
 
-def chi_squared(degrees: int, alpha: float) -> float:
-    """Value that chi-squared exceeds with probability alpha (E. B. Wilson, M. M. Hilferty, PNAS 17, 1931)."""
+def chi_squared_quantile(degrees: int, alpha: float) -> float:
+    """Return the value that chi-squared exceeds with probability alpha, approximately.
+
+    The approximation is by E. B. Wilson and M. M. Hilferty, PNAS 17, 1931.
+    """
     part = 2 / (9 * degrees)
     return degrees * (1 - part + NormalDist().inv_cdf(1 - alpha) * math.sqrt(part)) ** 3

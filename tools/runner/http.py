@@ -1,10 +1,10 @@
-"""A runner's addresses.
+"""HTTP interface of a runner.
 
-POST /v1/classify   bytes of an image, WAV file, text or .npy: one answer; of an .npz or CSV: one for each example
-POST /v1/label      {"id": ..., "label": name or number}: the truth about an answer
-GET  /v1/health     what runs, how often, how fast, how far inputs have moved
+POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
+POST /v1/label      {"id": ..., "label": name or number}: true label of a result
+GET  /v1/health     model, request counts, latency and drift
 
-Every answer is JSON; what is refused is {"error": a sentence}.
+All responses are JSON. Errors are {"error": a sentence}.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class _Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Server:
-    """HTTP server of a service.
+    """HTTP server of a model service.
 
     Args:
-        service: that answers.
-        host, port: to listen at; port 0 for any that is free.
-        anywhere: whether it may be called by any name, and not by addresses and localhost alone.
-        connections: limits on the connections.
+        service: Service that classifies.
+        host: Host to listen on.
+        port: Port to listen on, or 0 for any free port.
+        anywhere: Permit any host name, not only addresses and localhost.
+        connections: Limits on the connections.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: If the address cannot be used.
     """
 
     def __init__(
@@ -69,20 +70,17 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that the server listens at."""
         return self._http.address
 
     @property
     def url(self) -> str:
-        """URL that the server listens at."""
         return self._http.url
 
     def start(self) -> None:
-        """Start to answer requests, in threads."""
         self._http.start()
 
     def close(self) -> None:
-        """Stop listening. Requests that have begun are answered."""
+        """Stop listening. Requests in progress are completed."""
         self._http.close()
 
     @contextmanager
@@ -98,13 +96,13 @@ class Server:
 
     @contextmanager
     def body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves memory for bytes which have arrived, until the end of the block.
+        """Yield a function that reserves memory for received bytes, until the end of the context.
 
         Args:
-            address: Address of the client as `Connection` has it.
+            address: Address of the client, as in `Connection`.
 
         Raises:
-            RefusedError: If the address has more than BODIES_SHARE bytes, or all addresses more than BODIES_MOST.
+            RefusedError: If the address exceeds BODIES_SHARE bytes, or all addresses together BODIES_MOST.
         """
         reserved = 0
 
@@ -143,7 +141,7 @@ class Server:
                 log.exception("no answer to a request")
                 status, found = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
             headers = {"content-type": "application/json", "cache-control": "no-store"}
-            exchange.answer(status, headers, msgspec.json.encode(found))
+            exchange.send_response(status, headers, msgspec.json.encode(found))
 
     def _result_of(self, exchange: Exchange) -> Any:
         """Return the result of a request to classify, to label or for health."""
@@ -157,9 +155,9 @@ class Server:
                     label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_Label)
                 except UNDECODABLE as error:
                     raise RefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
-                return {"right": self._service.label(label.id, label.label)}
+                return {"right": self._service.record_label(label.id, label.label)}
             case "GET" | "HEAD", "/v1/health":
-                return self._service.health()
+                return self._service.make_health()
         raise RefusedError(
             404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
         )

@@ -1,4 +1,4 @@
-"""The model in use: loaded beside the one before and exchanged at once, whenever what `current` leads to is another."""
+"""Model in use, replaced while running when the `current` link points to another file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ Key = tuple[str, int, int, int]
 
 
 class Loaded(NamedTuple):
-    """A model that has answered once."""
-
     network: Classifier
     sha256: str
     key: Key
 
 
-def target(models: Path) -> Path:
-    """The ONNX file that a place leads to at this moment, links resolved.
+def resolve_model_file(models: Path) -> Path:
+    """Return the ONNX file of a place, with links resolved.
 
     Args:
-        models: a folder with a link `current` to a model's folder, a model's folder, or an ONNX file.
+        models: Folder with a link `current` to a model's folder, a model's folder, or an ONNX file.
 
     Raises:
-        ModelError: there is none; says what was looked for.
+        ModelError: If there is no model.
     """
     if models.is_dir():
         current = models / "current"
@@ -48,19 +46,19 @@ def target(models: Path) -> Path:
 
 
 class Models:
-    """Follows a place, and has the model to answer with.
+    """Current model of a place.
 
-    A request takes `now` once and answers with that: the one before lives as long as somebody answers with it.
+    A request reads `now` once, so that its model stays loaded until the request is complete.
 
     Args:
-        place: as `target` takes it.
-        labels: names of classes; None: those of the file.
-        threads: within one operation; 0: one per core.
-        clock: seconds.
+        place: Model folder or file, as for `resolve_model_file`.
+        labels: Class names, or None for those of the file.
+        threads: Number of threads in one operation, or 0 for one per core.
+        clock: Clock in seconds.
 
     Raises:
-        ModelError: there is no model, or it cannot be used.
-        MemoryBudgetError: there is too little memory for it.
+        ModelError: If the model is missing or unusable.
+        MemoryBudgetError: If there is too little memory.
     """
 
     def __init__(
@@ -75,39 +73,45 @@ class Models:
         self._failed: Key | None = None
         self._failed_s = 0.0
         self.trouble = ""  # why the model that is there is not the one in use; "": it is
-        self.now = self._load(target(place))
+        self.now = self._load_model(resolve_model_file(place))
 
-    def look(self) -> bool:
-        """Take up another model if there is one; True: it is in use now. What cannot be used changes nothing."""
+    def reload_if_changed(self) -> bool:
+        """Load the model of the place if it has changed. Return whether a new model is in use.
+
+        If loading fails, the old model stays in use, and `trouble` states the reason.
+        """
         try:
-            path = target(self._place)
-            key = _key(path)
+            path = resolve_model_file(self._place)
+            key = _make_file_key(path)
             if key == self.now.key:
                 self.trouble = ""
                 return False
             if key == self._failed and self._clock() < self._failed_s + AGAIN_S:
                 return False
             self._failed, self._failed_s = key, self._clock()
-            self.now = self._load(path)
+            self.now = self._load_model(path)
         except (FedquiltError, OSError) as error:
             self.trouble = f"{error}; the one before answers meanwhile"
             return False
         self._failed, self.trouble = None, ""
         return True
 
-    def _load(self, path: Path) -> Loaded:
+    def _load_model(self, path: Path) -> Loaded:
+        # the first run is the slowest, and shows whether the network is usable
         try:
-            key, sha256 = _key(path), REAL.digest(path)
+            key, sha256 = _make_file_key(path), REAL.hash_file(path)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
         network = Classifier(path, self._labels, threads=self._threads)
-        if (shape := network.shape) is not None:
-            network.scores(np.zeros((1, *shape), np.float32))  # the first answer takes longest, and shows what is wrong
-        if _key(path) != key:
+        if (shape := network.input_shape) is not None:
+            network.compute_scores(
+                np.zeros((1, *shape), np.float32)
+            )  # the first answer takes longest, and shows what is wrong
+        if _make_file_key(path) != key:
             raise ModelError(f"{path} was changed while it was read")
         return Loaded(network, sha256, key)
 
 
-def _key(path: Path) -> Key:
+def _make_file_key(path: Path) -> Key:
     found = path.stat()
     return str(path), found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Answers of a runner: examples in, classes out, and what is counted of them."""
+"""Classification service with statistics on latency, drift and accuracy."""
 
 from __future__ import annotations
 
@@ -41,31 +41,27 @@ NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # with which such files begin
 
 
 class Answer(NamedTuple):
-    """Answer to one example."""
-
     id: str  # under which its label may be told
     number: int  # of the class
     name: str
     score: float  # the largest of the network's outputs; no probability: it may be above 1
     model: str  # sha256 of the model that answered
 
-    def told(self) -> dict[str, Any]:
-        """The answer as JSON has it."""
+    def to_dict(self) -> dict[str, Any]:
         return {"id": self.id, "class": self.number, "name": self.name, "score": self.score, "model": self.model}
 
 
-class UnknownAnswerError(DataError):
-    """A label for an answer that is not, or no longer, known."""
+class UnknownAnswerError(DataError): ...
 
 
 class Service:
-    """Classifies with the model of the moment. Any number of threads may ask; one at a time is answered.
+    """Classification with the current model. Thread-safe, with one request at a time.
 
     Args:
-        models: has the model.
-        home: folder for SERVED and REFERENCES; None: they are not written.
-        size: examples of a reference (`fedquilt.tools.runner.drift`).
-        clock: seconds since 1970.
+        models: Current model.
+        home: Folder for SERVED and REFERENCES, or None to write no files.
+        size: Number of examples of a reference (`fedquilt.tools.runner.drift`).
+        clock: Clock in seconds since 1970.
     """
 
     def __init__(
@@ -84,48 +80,51 @@ class Service:
         # id -> model, its labels, class
         self._awaited: OrderedDict[str, tuple[str, Sequence[str], int]] = OrderedDict()
         self.served = self.failed = self.labelled = self.swaps = 0
-        self._references = self._read()
-        self._drift, self._of = self._fresh(models.now), models.now.sha256
+        self._references = self._read_references()
+        self._drift, self._of = self._make_drift(models.now), models.now.sha256
         self._written: tuple[float, int] = (-1e18, -1)  # when, and after how many requests
         self._unwritable = ""
 
     # -- requests --
 
     def classify_bytes(self, data: bytes) -> dict[str, Any]:
-        """Return the answer to the example in a file's bytes or, for an .npz or a table, "answers".
+        """Return the classification of the example in a file's bytes, or of all examples under "answers".
 
         Raises:
-            DataError: it cannot be read, holds more than EXAMPLES_MOST examples, or is not what the network takes.
-            ModelError, MemoryBudgetError: the network cannot answer.
+            DataError: If the bytes cannot be read, contain more than EXAMPLES_MOST examples, or do not fit the
+                network.
+            ModelError, MemoryBudgetError: If the network cannot be run.
         """
-        with self._counting():
+        with self._count_failures():
             if data.startswith(ZIP):
                 labels = len(self._models.now.network.labels)
-                return self._classify_examples(classifier.examples(classifier.read_arrays(data, BODY_MOST), labels))
+                return self._classify_examples(
+                    classifier.examples_from_arrays(classifier.read_arrays(data, BODY_MOST), labels)
+                )
             if data.startswith(NPY):
                 one = classifier.read_array(data)[None]
-                return self._answers(lambda loaded: one)[0].told()
+                return self._classify(lambda loaded: one)[0].to_dict()
             if self._models.now.network.takes_table_rows:
                 return self._classify_examples(self._models.now.network.read_uploaded_rows(data))
-            return self._answers(lambda loaded: loaded.network.read_example(data)[None])[0].told()
+            return self._classify(lambda loaded: loaded.network.read_example(data)[None])[0].to_dict()
 
     def _classify_examples(self, held: classifier.Examples) -> dict[str, Any]:
-        found = self._answers(lambda loaded: held.x)
+        found = self._classify(lambda loaded: held.x)
         for answer, truth in zip(found, () if held.y is None else held.y.tolist(), strict=held.y is not None):
-            self.label(answer.id, truth)
-        return {"model": found[0].model, "answers": [answer.told() for answer in found]}
+            self.record_label(answer.id, truth)
+        return {"model": found[0].model, "answers": [answer.to_dict() for answer in found]}
 
-    def stored(self, x: np.ndarray) -> list[Answer]:
-        """Answers to stored examples (n, ...).
+    def classify_stored(self, x: np.ndarray) -> list[Answer]:
+        """Return the classifications of stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: as `classify_bytes`.
+            DataError, ModelError, MemoryBudgetError: As for `classify_bytes`.
         """
-        with self._counting():
-            return self._answers(lambda loaded: x)
+        with self._count_failures():
+            return self._classify(lambda loaded: x)
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _count_failures(self) -> Iterator[None]:
         try:
             yield
         except FedquiltError:
@@ -133,17 +132,17 @@ class Service:
                 self.failed += 1
             raise
 
-    def _answers(self, read: Callable[[Loaded], np.ndarray]) -> list[Answer]:
+    def _classify(self, read: Callable[[Loaded], np.ndarray]) -> list[Answer]:
         begun_s = time.perf_counter()
         with self._work:
-            loaded = self._follow()  # once: what begins with it ends with it
+            loaded = self._follow_model()  # once: what begins with it ends with it
             x = read(loaded)
             if not 0 < len(x) <= EXAMPLES_MOST:
                 raise DataError(f"{len(x)} examples in one request: 1 to {EXAMPLES_MOST} are answered")
-            prepared = loaded.network.prepared(x)
-            scores = loaded.network.scores(prepared)
+            prepared = loaded.network.prepare_inputs(x)
+            scores = loaded.network.compute_scores(prepared)
             best = scores.argmax(axis=1).tolist()
-            self._drift.add(*drift.numbers(prepared, scores), best)
+            self._drift.add_examples(*drift.compute_features(prepared, scores), best)
             found = []
             for row, number in zip(scores, best, strict=True):
                 self._count += 1
@@ -156,12 +155,12 @@ class Service:
             self._latencies_s.append((time.perf_counter() - begun_s) / len(found))
         return found
 
-    def label(self, id: str, label: str | int) -> bool:
-        """Note the true label of an answer, a name or a number; returns whether the answer was right.
+    def record_label(self, id: str, label: str | int) -> bool:
+        """Record the true label of a classification, a name or a number. Return whether they agree.
 
         Raises:
-            UnknownAnswerError: there is no such answer, or it has its label already.
-            DataError: there is no such label.
+            UnknownAnswerError: If the classification is unknown, or already has a label.
+            DataError: If the label does not exist.
         """
         with self._work:
             if id not in self._awaited:
@@ -182,38 +181,36 @@ class Service:
     # -- what is known --
 
     @property
-    def image(self) -> Mapping[str, Any] | None:
-        """The table of the model's inputs if they are images."""
-        return self._models.now.network.image
+    def image_settings(self) -> Mapping[str, Any] | None:
+        """Table of the model's image inputs, or None if the model takes numbers."""
+        return self._models.now.network.image_settings
 
     @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of the files that `classify_bytes` reads."""
+    def file_suffixes(self) -> tuple[str, ...]:
         network = self._models.now.network
-        return (".npy", ".npz", *((".csv", ".tsv") if network.takes_table_rows else network.suffixes))
+        return (".npy", ".npz", *((".csv", ".tsv") if network.takes_table_rows else network.file_suffixes))
 
-    def _fresh(self, loaded: Loaded) -> Drift:
+    def _make_drift(self, loaded: Loaded) -> Drift:
         return Drift(self._references.get(loaded.sha256), self._size)
 
-    def _follow(self) -> Loaded:
-        """The model of the moment; where it is another than before, what is known of that one's answers is let go."""
+    def _follow_model(self) -> Loaded:
+        # statistics of the previous model are reset when the model has changed
         loaded = self._models.now
         if loaded.sha256 != self._of:
-            self._drift, self._of = self._fresh(loaded), loaded.sha256
+            self._drift, self._of = self._make_drift(loaded), loaded.sha256
             self._right.clear()
             self.labelled = 0
             self.swaps += 1
         return loaded
 
-    def accuracy(self) -> float | None:
-        """Share of right answers among the latest labels of this model; None: too few have arrived."""
+    def compute_accuracy(self) -> float | None:
+        """Return the share of correct classifications among recent labels, or None for too few labels."""
         return sum(self._right) / len(self._right) if len(self._right) >= LABELLED_LEAST else None
 
-    def standing(self) -> dict[str, Any]:
-        """What SERVED holds."""
+    def make_status(self) -> dict[str, Any]:
         with self._work:
-            loaded = self._follow()
-            score = self._drift.score()
+            loaded = self._follow_model()
+            score = self._drift.compute_score()
             return {
                 "at": self._clock(),
                 "model": loaded.sha256,
@@ -221,42 +218,42 @@ class Service:
                 "failed": self.failed,
                 "latency_s": statistics.median(self._latencies_s) if self._latencies_s else None,
                 "drift": None if score is None else round(score, 4),
-                "accuracy": self.accuracy(),
+                "accuracy": self.compute_accuracy(),
                 "labelled": self.labelled,
             }
 
-    def health(self) -> dict[str, Any]:
-        """What SERVED holds, what has moved how far, and what is wrong; "trouble" is "" where nothing is."""
-        told = self.standing()
+    def make_health(self) -> dict[str, Any]:
+        """Return the status, the features with drift, and the current problem in "trouble"."""
+        told = self.make_status()
         with self._work:
-            moved = {name: round(value, 4) for name, value in self._drift.distances().items() if value}
+            moved = {name: round(value, 4) for name, value in self._drift.compute_distances().items() if value}
         return {**told, "moved": moved, "swaps": self.swaps, "trouble": self._models.trouble or self._unwritable}
 
     # -- files --
 
-    def step(self) -> None:
-        """Write what is due. An error of the disk is logged once, and told by `health`; answers go on."""
+    def write_if_due(self) -> None:
+        """Write the status file if due. Disk errors are logged once and reported by `make_health`."""
         if self._home is None:
             return
         at, count = self._written
         now, done = self._clock(), self.served + self.failed
         if abs(now - at) >= (OFTEN_S if done != count else SELDOM_S):
-            self.write()
+            self.write_status()
 
-    def write(self) -> None:
-        """Write SERVED, and REFERENCES where there is a new one."""
+    def write_status(self) -> None:
+        """Write SERVED, and REFERENCES if there is a new reference."""
         if self._home is None:
             return
         self._written = (self._clock(), self.served + self.failed)
         with self._work:
-            found, of = self._drift.reference, self._of  # before `standing` follows to another model
+            found, of = self._drift.reference, self._of  # before `make_status` follows to another model
         try:
-            REAL.put(self._home / SERVED, msgspec.json.encode(self.standing()), durable=False)
+            REAL.write_atomically(self._home / SERVED, msgspec.json.encode(self.make_status()), durable=False)
             if found is not None and self._references.get(of) is not found:
                 self._references = {**{k: v for k, v in self._references.items() if k != of}, of: found}
                 while len(self._references) > REFERENCES_MOST:
                     del self._references[next(iter(self._references))]
-                PRIVATE.put(self._home / REFERENCES, msgspec.json.encode(self._references), durable=False)
+                PRIVATE.write_atomically(self._home / REFERENCES, msgspec.json.encode(self._references), durable=False)
             self._unwritable = ""
         except OSError as error:
             said = f"cannot write {self._home / SERVED}: {error.strerror}; nothing is told of drift meanwhile"
@@ -264,12 +261,12 @@ class Service:
                 log.warning("%s", said)
             self._unwritable = said
 
-    def _read(self) -> dict[str, Reference]:
+    def _read_references(self) -> dict[str, Reference]:
         if self._home is None:
             return {}
         try:
             found = msgspec.json.decode(REAL.read(self._home / REFERENCES), type=dict[str, Reference])
-            return {sha256: each for sha256, each in found.items() if each.whole}
+            return {sha256: each for sha256, each in found.items() if each.is_consistent}
         except FileNotFoundError:
             return {}
         except (OSError, *UNDECODABLE) as error:

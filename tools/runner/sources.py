@@ -1,4 +1,4 @@
-"""Examples that a runner fetches itself: files that appear in a folder, and pictures of a camera."""
+"""Sources of examples for a runner: files of a folder, and pictures of a camera."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Say = Callable[[str], None]
 
 
 class Folder:
-    """Answers to the files of a folder, those that are there and those that appear, as lines of JSON.
+    """Source that classifies the present and future files of a folder, and prints lines of JSON.
 
     Args:
-        service: that answers.
-        folder: is looked into; what lies in folders within is left alone.
-        say: takes a line.
-        clock: seconds since 1970, as the disk has them.
+        service: Service that classifies.
+        folder: Watched folder, without its subfolders.
+        say: Function that prints a line.
+        clock: Clock in seconds since 1970, equal to that of the disk.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: If the folder does not exist.
     """
 
     def __init__(self, service: Service, folder: Path, say: Say, clock: Callable[[], float] = time.time) -> None:
@@ -39,8 +39,7 @@ class Folder:
         self._service, self._folder, self._say, self._clock = service, folder, say, clock
         self._done: dict[str, tuple[int, int, int]] = {}  # of files that are there still
 
-    def step(self) -> None:
-        """Classify each new or changed file of the folder."""
+    def classify_new(self) -> None:
         try:
             found = {each.name: each for each in REAL.entries(self._folder) if not each.is_dir}
         except OSError as error:
@@ -49,7 +48,7 @@ class Folder:
         for name in sorted(found):
             file = found[name]
             known = (file.inode, file.size, file.mtime_ns)
-            if self._done.get(name) == known or Path(name).suffix.lower() not in self._service.suffixes:
+            if self._done.get(name) == known or Path(name).suffix.lower() not in self._service.file_suffixes:
                 continue
             try:
                 if file.size > BODY_MOST:
@@ -64,29 +63,28 @@ class Folder:
 
 
 class Camera:
-    """Answers to pictures of a camera, as lines of JSON.
+    """Source that classifies pictures of a camera, and prints lines of JSON.
 
     Args:
-        service: that answers.
-        device: path of the camera, such as /dev/video0.
-        every_s: seconds between two pictures.
-        say: takes a line.
+        service: Service that classifies.
+        device: Path of the camera, such as /dev/video0.
+        every_s: Seconds between two pictures.
+        say: Function that prints a line.
 
     Raises:
-        JobError: OpenCV is not installed.
-        DataError: there is no such camera, or it gives no pictures, or the network takes none.
+        JobError: If OpenCV is not installed.
+        DataError: If the camera is missing or gives no pictures, or the network takes no images.
     """
 
     def __init__(self, service: Service, device: str, every_s: float, say: Say) -> None:
-        cv2: Any = extras.load("cv2")
+        cv2: Any = extras.load_optional("cv2")
         self._cv2, self._service, self._device, self._every_s, self._say = cv2, service, device, every_s, say
         self._camera = cv2.VideoCapture(device)
         if not self._camera.isOpened():
             raise DataError(f"cannot open the camera {device}: is it there, and may this user read it (group video)?")
         self._due_s, self._missed = 0.0, 0
 
-    def step(self) -> None:
-        """Answer to a picture, if one is due."""
+    def classify_new(self) -> None:
         there = self._camera.grab()  # always: else the camera's queue holds old pictures
         if time.monotonic() < self._due_s:
             return
@@ -97,14 +95,13 @@ class Camera:
                 raise DataError(f"the camera {self._device} gives no pictures any more")
             return
         self._missed, self._due_s = 0, time.monotonic() + self._every_s
-        grey = (self._service.image or {}).get("channels") == 1
+        grey = (self._service.image_settings or {}).get("channels") == 1
         x = self._cv2.cvtColor(frame, self._cv2.COLOR_BGR2GRAY if grey else self._cv2.COLOR_BGR2RGB)
         try:
-            told = self._service.stored(x[None])[0].told()
+            told = self._service.classify_stored(x[None])[0].to_dict()
         except FedquiltError as error:
             told = {"error": str(error)}
         self._say(json.dumps({"at": time.time(), **told}))
 
     def close(self) -> None:
-        """Let go of the camera."""
         self._camera.release()

@@ -1,7 +1,8 @@
-"""Simulated fleets without messages: the coordinator's own rounds and store, devices on virtual time.
+"""Simulated fleets without messages.
 
-`fleet` is the executor, `hands` carries its devices' orders out in this process, `pool` by worker processes,
-`run` puts them together. What devices decide is `edge_agent.duty`; what their tasks do is `edge_agent.child`.
+The rounds and the store are those of the coordinator, and the devices run on virtual time. `fleet` is the executor,
+`hands` runs the work requests of devices in this process, `pool` in worker processes, and `run` combines these parts.
+`edge_agent.duty` makes the decisions of devices, and `edge_agent.task` runs their tasks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from fedquilt.core import Examples
 
 @dataclass(frozen=True)
 class Member:
-    """One device: its own examples, and its held-out share."""
-
     device: str
     train: Examples
     held: Examples

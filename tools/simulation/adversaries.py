@@ -1,4 +1,4 @@
-"""Adversaries: simulated boards that lie, to see what a method does about it. No real board ever does.
+"""Simulated devices that submit manipulated updates, to test the robustness of a method.
 
 An adversary's task is carried out as every other, but for what it sends or learns from; the coordinator receives that
 through the same rounds, store and checks. With x, the received tensor, and y, the one that honest work would send:
@@ -32,8 +32,11 @@ from fedquilt.edge_agent.task.protocol import Order
 KEY: Final = "adversary"  # of an order's data: the attack, and for "inner_product" the file with the honest mean
 
 
-def drawn(job: Job, devices: Collection[str]) -> frozenset[str]:
-    """The devices of a fleet that lie in all rounds, drawn by the job's seed; none without [fleet] adversaries."""
+def choose_adversaries(job: Job, devices: Collection[str]) -> frozenset[str]:
+    """Return the adversaries of a fleet, or none without [fleet] adversaries.
+
+    The job's seed determines the choice.
+    """
     lying = job.fleet.adversaries
     if lying is None:
         return frozenset()
@@ -41,37 +44,37 @@ def drawn(job: Job, devices: Collection[str]) -> frozenset[str]:
     return frozenset(sorted(devices, key=lambda device: derive_seed(job.seed, "adversary", device))[:count])
 
 
-def data(lying: Adversaries) -> dict[str, Any]:
-    """What an adversary's orders hold in their data, for `corrupted`."""
+def make_attack_data(lying: Adversaries) -> dict[str, Any]:
+    """Return the entry of `Order.data` that makes `corrupt_method` attack."""
     return {KEY: {"attack": lying.attack, "factor": lying.factor}}
 
 
 def honest_file(order: Order) -> str | None:
-    """Return the file that `informed` put into an order, or None."""
+    """Return the file that `add_honest_mean` put into an order, or None."""
     honest: str | None = order.data.get(KEY, {}).get("honest")
     return honest
 
 
-def informed(order: Order, honest: Path | str) -> Order:
-    """An adversary's order with the file that `Overheard.write` has written."""
+def add_honest_mean(order: Order, honest: Path | str) -> Order:
+    """Return an adversary's work request with the path of the file that `write_mean` has written."""
     return msgspec.structs.replace(order, data={**order.data, KEY: {**order.data[KEY], "honest": str(honest)}})
 
 
-def corrupted(method: Method, given: Mapping[str, Any]) -> Method:
-    """The method as the board that these data of an order belong to carries it out; an honest board's is unchanged."""
+def corrupt_method(method: Method, given: Mapping[str, Any]) -> Method:
+    """Return the method as the device of a work request runs it, unchanged for honest devices."""
     told = given.get(KEY)
     if told is None:
         return method
 
     def work(task: Task, site: Site) -> Answer:
         if told["attack"] == "label_flip":
-            return method.work(task, replace(site, train=mirrored(site.train, task.params.get("network", {}))))
+            return method.work(task, replace(site, train=mirror_labels(site.train, task.params.get("network", {}))))
         answer = method.work(task, site)
         received = {name: site.load(name) for name in answer.bundles if name in task.bundles}
-        honest = tensors.read(Path(told["honest"])) if "honest" in told else {}
+        honest = tensors.read_tensors(Path(told["honest"])) if "honest" in told else {}
         bundles = {
             bundle: {
-                name: _sent(told, value, received.get(bundle, {}).get(name), honest.get(f"{bundle}/{name}"))
+                name: _corrupt_tensor(told, value, received.get(bundle, {}).get(name), honest.get(f"{bundle}/{name}"))
                 for name, value in sent.items()
             }
             for bundle, sent in answer.bundles.items()
@@ -81,18 +84,20 @@ def corrupted(method: Method, given: Mapping[str, Any]) -> Method:
     return replace(method, work=work)
 
 
-def mirrored(examples: Examples, network: Mapping[str, Any]) -> Examples:
-    """The examples with mirrored labels: class c as classes - 1 - c, numbers within their range, 0 and 1 swapped."""
+def mirror_labels(examples: Examples, network: Mapping[str, Any]) -> Examples:
+    """Return examples with mirrored labels: class c becomes classes - 1 - c.
+
+    Regression targets are mirrored within their range.
+    """
     y = examples.y
-    if metrics.task_of(network) == "classes" and "classes" in network:
+    if metrics.task_from_network(network) == "classes" and "classes" in network:
         return Examples(examples.x, (network["classes"] - 1 - y.astype(np.int64)).astype(y.dtype))
     return Examples(examples.x, (y.min(axis=0) + y.max(axis=0) - y).astype(y.dtype))
 
 
-def _sent(
+def _corrupt_tensor(
     told: Mapping[str, Any], value: np.ndarray, received: np.ndarray | None, honest: np.ndarray | None
 ) -> np.ndarray:
-    """A tensor as an adversary sends it in place of `value`."""
     kind = value.dtype
     if kind.kind != "f":
         return value
@@ -104,24 +109,24 @@ def _sent(
 
 
 class Overheard:
-    """What the honest boards send in a round, for adversaries who know it."""
-
     def __init__(self) -> None:
         self._round = -1
         self._sent: dict[str, dict[str, np.ndarray]] = {}  # device -> its tensors, named by bundle and name
 
-    def hear(self, given: Contribution) -> None:
-        """Note what an honest device sends; what was sent in another round is forgotten."""
+    def add_update(self, given: Contribution) -> None:
+        """Store the update of an honest device, and delete the updates of earlier rounds."""
         if given.round != self._round:
             self._round, self._sent = given.round, {}
         self._sent[given.device] = {f"{b}/{name}": a for b, sent in given.bundles.items() for name, a in sent.items()}
 
-    def heard(self, round: int) -> frozenset[str]:
-        """Devices that have been heard in a round."""
+    def list_devices(self, round: int) -> frozenset[str]:
         return frozenset(self._sent) if round == self._round else frozenset()
 
-    def write(self, path: Path) -> Path:
-        """Write the mean of what all have sent, float32, without tensors that differ in shape; returns the path."""
+    def write_mean(self, path: Path) -> Path:
+        """Write the float32 mean of all stored float tensors to `path` and return `path`.
+
+        Tensors that differ in shape or are missing in an update are left out.
+        """
         heard = [self._sent[device] for device in sorted(self._sent)]
         found: dict[str, np.ndarray] = {}
         for name, first in heard[0].items():
@@ -131,5 +136,5 @@ class Overheard:
                 for array in others:
                     total = total + array
                 found[name] = np.asarray(total / len(others)).astype(np.float32)
-        path.write_bytes(tensors.encode(found))
+        path.write_bytes(tensors.encode_tensors(found))
         return path

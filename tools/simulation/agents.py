@@ -1,4 +1,4 @@
-"""Simulated fleets: the agents' own code N times, as processes on a broker or in one process on virtual time.
+"""Simulated fleets of real agents: N processes on a broker, or one process on virtual time.
 
 Only the board is simulated (time and energy follow its profile) and, on virtual time, the link.
 """
@@ -20,11 +20,11 @@ import msgspec
 
 from fedquilt import config, methods, plugins
 from fedquilt.blobs.shared_store import Shared
-from fedquilt.bundle import load
+from fedquilt.bundle import load_bundle
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.preflight import first_state, require_made_for
+from fedquilt.coordinator.preflight import create_initial_state, require_matching_bundle
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Job, require_honest
+from fedquilt.coordinator.settings import Job, require_no_adversaries
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
@@ -32,13 +32,13 @@ from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines, settings
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member, children
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
 from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
@@ -46,8 +46,6 @@ WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
 
 @dataclass(frozen=True)
 class Plan:
-    """A job and the boards it runs on."""
-
     job: Job
     bundle: Path
     home: Path
@@ -56,25 +54,25 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return self.devices or self.job.fleet.devices
 
-    def folder(self, run: str, device: str) -> Path:
-        """An agent's home: its own in each run, as what a board has kept of another would change what is measured.
+    def get_agent_folder(self, run: str, device: str) -> Path:
+        """Return the home folder of a device's agent in a run.
 
-        Without a run, which agents for a coordinator elsewhere know nothing of, it is kept from run to run.
+        Each run has its own folders, so that stored state of another run cannot affect measurements. With an empty
+        `run`, for agents of a coordinator elsewhere, runs share the folder.
         """
         return (self.home / "agents" / run / device).resolve()
 
-    def agents(self, run: str = "") -> list[dict[str, Any]]:
-        """Every agent's settings, as the tables of its agent.toml; boards and budgets are taken in turn.
+    def make_agent_tables(self, run: str = "") -> list[dict[str, Any]]:
+        """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation.
 
         Raises:
-            JobError: the job has no [data].
+            JobError: If the job has no [data].
         """
         if not self.job.data:
             raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
-        spec, allowed = self.job.fleet, self._plugins()
+        spec, allowed = self.job.fleet, self._list_required_plugins()
         agents = []
         for index in range(self.size):
             board = spec.boards[index % len(spec.boards)]
@@ -83,10 +81,10 @@ class Plan:
                 {
                     "device": device,
                     "fleet": self.fleet,
-                    "home": str(self.folder(run, device)),
+                    "home": str(self.get_agent_folder(run, device)),
                     "board": board,
                     "budget": spec.budgets[index % len(spec.budgets)],
-                    "labels": list(spec.labels_of(index)),
+                    "labels": list(spec.device_labels(index)),
                     "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
                     **({"plugins": allowed} if allowed else {}),
@@ -94,69 +92,69 @@ class Plan:
             )
         return agents
 
-    def _plugins(self) -> list[str]:
-        """Packages that the job needs: simulated boards allow them, as this machine is theirs."""
-        found = plugins.allowing("method", self.job.method, methods.names())
+    def _list_required_plugins(self) -> list[str]:
+        found = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
-            for name in registry.outside(table):
-                found += plugins.allowing("network", name, registry.OURS)
+            for name in registry.plugin_networks(table):
+                found += plugins.allowlist_entries("network", name, registry.OURS)
         if self.job.engine is not None:
-            found += plugins.allowing("engine", self.job.engine, tuple(engines.NEEDS))
+            found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         return sorted(set(found))
 
-    def members(self) -> tuple[list[Member], Examples]:
-        """What each device has, and the test set that no device has.
+    def load_devices(self) -> tuple[list[Member], Examples]:
+        """Return the examples of each device, and the common test set.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: If the data cannot be read.
         """
-        tables = self.agents()
-        shares = examples.load_shares(msgspec.convert(tables[0]["data"], DataSpec))
+        tables = self.make_agent_tables()
+        shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
-        return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
+        return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
-    def require(self, make: Callable[[str], Device] = make_board) -> Bundle:
-        """Check everything about a simulated fleet that can be known before it runs; returns the job's bundle.
+    def validate(self, make: Callable[[str], Device] = make_board) -> Bundle:
+        """Check the job, its fleet, data and boards before a run, and return the job's bundle.
 
         Raises:
-            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong.
-            DataError: there is no data, or none that can be read, or a device would have none, or the network cannot
-                take them.
+            JobError, ModelError: If the bundle or a key of [data] or [fleet] is wrong.
+            DataError: If the data is missing, unreadable or too small, or does not fit the network.
         """
-        made = load(self.bundle)
-        require_made_for(self.job, made)
-        agents = self.agents()
+        made = load_bundle(self.bundle)
+        require_matching_bundle(self.job, made)
+        agents = self.make_agent_tables()
         spec = DataSpec.parse(agents[0]["data"])
-        examples.require_shares(
-            fitting.require_fit(made.meta, spec), spec
+        examples.require_nonempty_shares(
+            fitting.open_compatible_data(made.meta, spec), spec
         )  # else every board would find out for itself
-        self.job.fleet.require(self.job.cohort, self.size)
-        with config.naming("[fleet]"):
+        self.job.fleet.require_cohort(self.job.cohort, self.size)
+        with config.prefix_errors("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
-                settings.size_bytes(budget)
+                settings.parse_size(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
                 make(board)
         return made
 
-    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
-        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+    def queue_or_resume(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
+        """Queue the job, or resume its unfinished run, and return the id of the run.
+
+        The first round waits for all selected devices of the fleet.
 
         Raises:
-            JobError, ModelError, DataError: as `require`, or the method cannot train the bundle's network.
+            JobError, ModelError, DataError: If `validate` raises, or the method cannot train the network.
         """
-        made = self.require(make)
-        there = self.job.fleet.selected(self.job.cohort, self.size)
+        made = self.validate(make)
+        there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
         cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
-        run = store.unfinished(job, folder, "fleet")
+        run = store.find_unfinished(job, folder, "fleet")
         if run is None:
-            first_state(job, made)
-            return store.add(job, folder, "fleet")
+            create_initial_state(job, made)
+            return store.add_job(job, folder, "fleet")
         store.set_status(run, "running")
         return run
 
 
-def really(
+def run_fleet_on_broker(
     plan: Plan,
     broker: Mapping[str, Any] | None,
     *,
@@ -164,20 +162,20 @@ def really(
     wordy: bool = False,
     console: Console | None = None,
 ) -> tuple[str, str]:
-    """Run agents as processes, with a coordinator here unless it runs elsewhere. Returns (run, its final status).
+    """Run agents as processes and a coordinator here. Return the run id and its final status.
 
     Args:
-        plan: of the fleet.
-        broker: the [broker] table of an agent.toml; None starts an embedded one.
-        agents_only: the coordinator runs elsewhere.
-        wordy: print every fact.
-        console: prints the run; None: a line for each round.
+        plan: Plan of the fleet.
+        broker: The [broker] table of the agents, or None to start an embedded broker.
+        agents_only: Run no coordinator. The run id is empty then.
+        wordy: Print every event.
+        console: Console of the run, or None for one line per round.
 
     Raises:
-        JobError: every agent has ended; quotes the last words of one. Or there is a certificate for all of them, or the
-            job has adversaries or simulated links.
+        JobError: If all agents have ended, the broker table has a certificate, or the job has adversaries or
+            simulated links.
     """
-    require_honest(plan.job)
+    require_no_adversaries(plan.job)
     if plan.job.fleet.links:
         raise JobError(
             "[fleet] links: a broker's clients have the links that they have; --link memory simulates others"
@@ -191,79 +189,83 @@ def really(
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
         if agents_only:
-            for agent in stack.enter_context(processes(plan.agents(), broker)).values():
+            for agent in stack.enter_context(start_agents(plan.make_agent_tables(), broker)).values():
                 agent.wait()
             return "", "done"
         store = stack.enter_context(Store(plan.home))
-        if not store.lock():
+        if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
-        run = plan.submit(store)
-        agents = stack.enter_context(processes(plan.agents(run), broker))
-        link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
-        link.connect(timeout_s=10.0)
-        console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
-        run_coordinator(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
-        ended = store.status(run)
+        run = plan.queue_or_resume(store)
+        agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
+        link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
+        link.wait_until_connected(timeout_s=10.0)
+        console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        run_coordinator(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.report))
+        ended = store.stored_status(run)
     if ended == "done":
         _delete_run_files(plan, run)
     return run, ended
 
 
-def virtually(
+def run_fleet_virtually(
     plan: Plan,
     *,
     wordy: bool = False,
     make: Callable[[str], Device] = make_board,
     real_clock: Callable[[], float] = time.monotonic,
 ) -> tuple[str, str]:
-    """Everything in this process on virtual time. Returns (run, how it ended).
+    """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
-    `make` makes a board by its name. How far the fleet is, is told every few seconds of `real_clock`. Nothing waits
-    for the disk: what a killed process leaves is whole, what a power failure leaves need not be.
+    Nothing is flushed to disk: files survive a killed process, but possibly not a power failure.
+
+    Args:
+        plan: Plan of the fleet.
+        wordy: Print every event.
+        make: Factory of a board, by its name.
+        real_clock: Clock in seconds that paces the status line.
 
     Raises:
-        JobError: the run waits for boards that will not come, or the job has adversaries.
+        JobError: If the run waits for devices in vain, or the job has adversaries.
     """
-    require_honest(plan.job)
+    require_no_adversaries(plan.job)
     broker = MemoryBroker(plan.job.seed)
     with Store(plan.home, durable=False) as store:
-        if not store.lock():
+        if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
-        run = plan.submit(store, make)
+        run = plan.queue_or_resume(store, make)
         console = Console(wordy=wordy, clock=lambda: broker.now_s, real_clock=real_clock)
-        console.say(f"{run}: making {plan.size} boards")
+        console.report(f"{run}: making {plan.size} boards")
         link = broker.connect()
-        server = Server(OverLink(link, plan.fleet, store.depot, store.next_epoch()), store, console.observe, only=run)
+        server = Server(OverLink(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run)
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         together = examples.Together()
         agents: list[Agent] = []
         waiting = _Waiting(run)
-        shared = Shared(plan.folder(run, ".shared"))
-        with plugins.own_folder():  # the code there is these boards', too
-            for index, table in enumerate(plan.agents(run)):
-                options = settings.parse(table)
+        shared = Shared(plan.get_agent_folder(run, ".shared"))
+        with plugins.search_current_folder():  # the code there is these boards', too
+            for index, table in enumerate(plan.make_agent_tables(run)):
+                options = settings.parse_settings(table)
                 board = make(options.board)
-                own = broker.connect(pace=plan.job.fleet.link_of(index))
-                worker = InlineWorker(board, together.load)
+                own = broker.connect(pace=plan.job.fleet.device_link(index))
+                worker = InlineWorker(board, together.load_share)
                 agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
                 sides.append((own, agents[-1]))
-                console.status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+                console.show_status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
         def watch() -> None:
-            console.status(lambda: _how_far(run, server, agents))
-            waiting.look(server, broker.now_s)
+            console.show_status(lambda: _format_status(run, server, agents))
+            waiting.check_progress(server, broker.now_s)
 
-        with _quiet(wordy):
-            simulate(broker, lambda: sides, lambda: server.finished, watch=watch)
-        ended = store.status(run)
+        with _suppress_agent_logs(wordy):
+            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
+        ended = store.stored_status(run)
     if ended == "done":
         _delete_run_files(plan, run)
     return run, ended
 
 
 @contextlib.contextmanager
-def _quiet(wordy: bool) -> Iterator[None]:
-    """Leave to the coordinator what boards say of their tasks: each also writes it into its log, a thousand of them."""
+def _suppress_agent_logs(wordy: bool) -> Iterator[None]:
     log = logging.getLogger("fedquilt.agent")
     before = log.level
     if not wordy:
@@ -275,17 +277,12 @@ def _quiet(wordy: bool) -> Iterator[None]:
 
 
 class _Waiting:
-    """Ends a fleet on virtual time that waits for boards which will never come.
-
-    Raises:
-        JobError: nobody has been at the run for WAITS_S.
-    """
-
     def __init__(self, run: str) -> None:
         self._run, self._busy_s = run, 0.0
 
-    def look(self, server: Server, now_s: float) -> None:
-        job = server.job(self._run)
+    def check_progress(self, server: Server, now_s: float) -> None:
+        # devices on virtual time never join later, so a run without activity for WAITS_S cannot continue
+        job = server.find_job(self._run)
         if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
             self._busy_s = now_s
         elif now_s > self._busy_s + WAITS_S:
@@ -295,9 +292,8 @@ class _Waiting:
             )
 
 
-def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
-    """Where the running round stands, as its facts and its boards tell."""
-    job = server.job(run)
+def _format_status(run: str, server: Server, agents: Sequence[Agent]) -> str:
+    job = server.find_job(run)
     if job is None:
         return f"{run}: {len(agents)} boards are there"
     state = job.rounds
@@ -308,32 +304,33 @@ def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
 
 def _delete_run_files(plan: Plan, run: str) -> None:
     """Delete the blobs and work folders of a run that is over. Logs and private state stay."""
-    for table in plan.agents(run):
+    for table in plan.make_agent_tables(run):
         for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(plan.folder(run, ".shared"), ignore_errors=True)
+    shutil.rmtree(plan.get_agent_folder(run, ".shared"), ignore_errors=True)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-def processes(
+def start_agents(
     agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[dict[str, subprocess.Popen[bytes]]]:
-    """The fleet's agents by device, each with its agent.toml and its log; they are told to stop at the end."""
+    """Write each agent.toml and start the agents. The context manager returns the processes by device.
+
+    The processes are terminated at the end of the context.
+    """
     wanted = {}
     for table in agents:
         home = Path(table["home"])
         home.mkdir(parents=True, exist_ok=True)
-        (home / "agent.toml").write_text(config.text({**table, "broker": dict(broker)}))
+        (home / "agent.toml").write_text(config.format_toml({**table, "broker": dict(broker)}))
         wanted[table["device"]] = children.Command(["agent", str(home / "agent.toml")], home / "agent.log")
-    return children.running(wanted)
+    return children.start_processes(wanted)
 
 
 class _Watch:
-    """Watches the agents' processes of a running fleet and reports those that end."""
-
     def __init__(
         self, plan: Plan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
     ) -> None:
@@ -341,24 +338,18 @@ class _Watch:
         self._ended: set[str] = set()  # devices whose end has been told
 
     def __call__(self) -> None:
-        """Tell each agent that has ended since the last call, and why.
-
-        Raises:
-            JobError: none is left, with the last words of one.
-        """
         for device, process in sorted(self._agents.items()):
             if device not in self._ended and (code := process.poll()) is not None:
                 self._ended.add(device)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                words, log = self._last(device)
+                words, log = self._read_last_line(device)
                 left = len(self._agents) - len(self._ended)
                 self._say(f"the agent of {device} {how}; it said: {words} ({log}); {left} agents go on")
         if len(self._ended) == len(self._agents):
             device = sorted(self._agents)[0]
-            words, log = self._last(device)
+            words, log = self._read_last_line(device)
             raise JobError(f"every agent has ended; {device} said: {words} ({log})")
 
-    def _last(self, device: str) -> tuple[str, Path]:
-        """The last line in an agent's log, and the log."""
-        log = self._plan.folder(self._run, device) / "agent.log"
-        return children.last_words(log), log
+    def _read_last_line(self, device: str) -> tuple[str, Path]:
+        log = self._plan.get_agent_folder(self._run, device) / "agent.log"
+        return children.read_last_line(log), log

@@ -1,9 +1,9 @@
-"""Many client halves at once: each stops where it trains, and those that can are trained in one graph.
+"""Training of many simulated devices in one batch.
 
-A half is a plain function that calls `site.engine.train` as ever. One that can be trained together with
-others is broken off there; when all have come so far they are trained, and each half is called again, with
-what its calls gave at hand, up to its next call or its end. So what a half does before a call it does twice,
-with the same outcome: a half is a function of its Task and Site, its generator keyed, and a cache is a cache.
+A client function calls `site.engine.train`. Where the engine can train several devices at once, the call raises
+`Wait`. When all client functions wait or have ended, the waiting calls are trained together. Then each client
+function is called again from its beginning, and its earlier calls return their stored results. This is correct
+because a client function depends on its Task and Site alone and draws from a keyed generator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator 
 
 
 class Half(Generic[T]):
-    """A client half, to be called with one engine, once or again: its Site is made once, its generator is set back.
+    """Client function that can be restarted with the same random state.
 
     Args:
-        site: what the device has, with this engine.
-        work: what it does with it.
+        site: Factory of the client context, given an engine. Called once.
+        work: The client function.
     """
 
     def __init__(self, site: Callable[[Any], Site], work: Callable[[Site], T]) -> None:
@@ -31,7 +31,6 @@ class Half(Generic[T]):
         self._begun: Any = None  # where its generator begins
 
     def __call__(self, engine: Any) -> T:
-        """Run the client half again from its beginning, with the same random draws."""
         if self._site is None:
             self._site = self._make(engine)
             self._begun = self._site.rng.bit_generator.state
@@ -41,7 +40,7 @@ class Half(Generic[T]):
 
 
 class Wait(BaseException):
-    """A half has come to a call that waits for others."""
+    """Signal that a client function waits for a call that is trained in a batch."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Wait(BaseException):
 
 
 class Joint:
-    """An engine as one client half sees it, from one of its calls to the next."""
+    """Engine of one client function that replays the results of earlier training calls."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -57,26 +56,25 @@ class Joint:
         self._at = 0  # which call comes next
 
     @property
-    def joint(self) -> bool:
-        """Whether a call was done together with others', or could have been."""
+    def was_batchable(self) -> bool:
         return any(given is not None for given in self._given)
 
-    def begin(self) -> None:
-        """The half is about to be called from its beginning."""
+    def rewind(self) -> None:
+        """Replay the stored results from the first call on."""
         self._at = 0
 
-    def give(self, reply: Any, generator: Any) -> None:
-        """Result of the call that the half waits for, and the state of its generator."""
+    def add_result(self, reply: Any, generator: Any) -> None:
+        """Store the result of the waiting call, or its exception, and the generator state after the call."""
         self._given.append((reply, generator))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def train(self, network: Any, start: Any, examples: Any, fit: Any, rng: Any, **options: Any) -> Any:
-        """See `fedquilt.core.Trainer`.
+        """Return the stored result of this call, or train alone if the call cannot be batched.
 
         Raises:
-            Wait: it can be done together with others'.
+            Wait: If the call can be trained in a batch.
         """
         if self._at == len(self._given):
             call = self._engine.call(network, start, examples, fit, rng, **options)
@@ -93,13 +91,15 @@ class Joint:
         return reply
 
 
-def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
-    """Call each function with an engine; returns its result or exception, and whether it could train with others.
+def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
+    """Call all functions with an engine, training in batches where possible.
 
     Args:
-        functions: each takes the engine.
-        engine: one with `call` and `train_together` (`edge_agent.engines.torch_batched`), or any other,
-            with which each is called once, one after the other.
+        functions: Client functions that take an engine.
+        engine: Engine. Without `train_together`, each function is called once, one after another.
+
+    Returns:
+        For each function its result or exception, and whether its training could be batched.
     """
     found: list[Any] = [None] * len(functions)
     left = list(range(len(functions)))
@@ -109,7 +109,7 @@ def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple
         for index in left:
             try:
                 if joints:
-                    joints[index].begin()
+                    joints[index].rewind()
                 found[index] = functions[index](joints[index] if joints else engine)
             except Wait as wait:
                 calls[index] = wait.call
@@ -118,5 +118,5 @@ def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple
         left = list(calls)
         replies = engine.train_together(list(calls.values())) if calls else []
         for (index, call), reply in zip(calls.items(), replies, strict=True):
-            joints[index].give(reply, call.rng.bit_generator.state)
-    return [(value, bool(joints) and joints[index].joint) for index, value in enumerate(found)]
+            joints[index].add_result(reply, call.rng.bit_generator.state)
+    return [(value, bool(joints) and joints[index].was_batchable) for index, value in enumerate(found)]

@@ -1,7 +1,7 @@
-"""Who carries simulated devices' orders out: this process, or a pool of warm workers, here or on a Ray cluster.
+"""Backends for the work of simulated devices: this process or a pool of workers.
 
-Evaluations of the global model (`Hands.evaluate`, `Hands.test`) are made beside the rounds: they cost the devices
-nothing.
+Evaluations of the global model (`Hands.evaluate`, `Hands.evaluate_test_set`) happen outside of the rounds and cost
+the devices nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fedquilt.tools.simulation import Member, hands, machines
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
-from fedquilt.tools.simulation.ray_cluster import chosen
+from fedquilt.tools.simulation.ray_cluster import choose_engine
 from fedquilt.tools.simulation.ray_workers import RayWorkers
-from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, engine_of
+from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, choose_job_engine
 from fedquilt.tools.simulation.workers import Workers
 
 Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
@@ -31,14 +31,14 @@ Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
 
 
 class Hands:
-    """Whoever carries the orders of one simulation out, and evaluates its model beside the rounds.
+    """Backend that runs the work requests of one simulation and evaluates its model.
 
     Args:
-        carry: carries orders out, one outcome each, in their order.
-        held: device -> how many held-out examples it has.
-        ahead: is told of orders before they are to be carried out; None: nobody.
-        ready: waits until orders are carried out at once.
-        machines: that do the work, by name.
+        carry: Function that runs work requests and yields one result each, in the same order.
+        held: Number of held-out examples of each device.
+        ahead: Prefetcher of work requests, or None.
+        ready: Function that waits until the workers are ready.
+        machines: Machines of the workers, by name.
     """
 
     def __init__(
@@ -52,17 +52,18 @@ class Hands:
         self._carry, self._held, self.ahead, self.ready, self.machines = carry, held, ahead, ready, machines
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
-        """Carry out the orders, one outcome each."""
         return self._carry([order for _, order in asked])
 
     def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, EvaluationSums]:
-        """Evaluate each device that holds examples out; without `devices` of all of them.
+        """Evaluate the model on the held-out examples of devices, by default of all that have any.
+
+        Devices without anything to evaluate are missing in the result.
 
         Raises:
-            FedquiltError: a device's check failed.
+            JobError: If the evaluation on a device failed.
         """
         names = list(devices) or sorted(name for name in simulation.members if self._held.get(name))
-        orders = [order for name in names if (order := simulation.evaluation(name)) is not None]
+        orders = [order for name in names if (order := simulation.make_evaluation_request(name)) is not None]
         found = {}
         for order, outcome in zip(orders, self._carry(orders), strict=True):
             if outcome.code != "ok":
@@ -71,13 +72,13 @@ class Hands:
                 found[order.device] = outcome.evaluation
         return found
 
-    def test(self, simulation: Simulation) -> EvaluationSums | None:
-        """Evaluate on the test set, or return None if the method has nothing to test yet."""
+    def evaluate_test_set(self, simulation: Simulation) -> EvaluationSums | None:
+        """Evaluate on the test set, or return None if the method has nothing to evaluate yet."""
         return self.evaluate(simulation, [NEWCOMER]).get(NEWCOMER)
 
 
 @contextlib.contextmanager
-def by_pool(
+def open_pool_backend(
     job: Job,
     members: Iterable[Member],
     *,
@@ -88,24 +89,26 @@ def by_pool(
     together: bool = False,
     test: Examples | None = None,
 ) -> Iterator[tuple[Hands, dict[str, int]]]:
-    """Hands of warm workers; and of each member how many examples it holds out.
+    """Start a pool and return its backend, and the number of held-out examples of each device.
+
+    The pool ends with the context.
 
     Args:
-        job: whose work they do.
-        members: iterated once.
-        workers: how many; None: one for each core, of this machine or of the Ray cluster.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_cluster.chosen`).
-        mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
-        modules: top-level modules of the job's plug-ins.
-        together: train several devices in one graph.
-        test: examples of `Hands.test`.
+        job: The job.
+        members: Devices with their examples, iterated once.
+        workers: Number of workers, or None for one per core of this machine or of the Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_cluster.choose_engine`).
+        mixed: Permit nodes of a Ray cluster that differ in processor, GPU or libraries.
+        modules: Top-level modules of the job's plug-ins.
+        together: Train several devices in one graph.
+        test: Examples of `Hands.evaluate_test_set`.
 
     Raises:
-        JobError: no such engine or number of workers, or nodes that differ.
-        PoolError: a worker has ended, or no cluster is reached.
+        JobError: If the engine is unknown, the number of workers is invalid, or the nodes differ.
+        PoolError: If a worker has ended, or no cluster is reachable.
     """
     nothing = () if test is None else (Member(NEWCOMER, Examples(test.x[:0], test.y[:0]), test),)
-    library, where = engine_of(job, methods.load(job.method)), chosen(engine, os.environ)
+    library, where = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
     made: Workers
     if where == "pool":
         made = Processes(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
@@ -115,12 +118,12 @@ def by_pool(
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
 
         def carry(orders: Sequence[Order]) -> Iterator[Outcome]:
-            return (outcome for _, outcome in pool.carry_out(orders))
+            return (outcome for _, outcome in pool.run_requests(orders))
 
-        yield Hands(carry, held, pool, pool.warm, made.machines), held
+        yield Hands(carry, held, pool, pool.wait_until_ready, made.machines), held
 
 
-def in_process(
+def make_local_backend(
     members: Iterable[Member],
     *,
     load: Callable[[str], Method] = methods.load,
@@ -128,33 +131,33 @@ def in_process(
     together: bool = False,
     test: Examples | None = None,
 ) -> tuple[Hands, dict[str, int]]:
-    """Hands in this process; and the number of held-out examples of each member.
+    """Return a backend in this process, and the number of held-out examples of each device.
 
     Args:
-        members: devices with their examples.
-        load: finds a method by its name.
-        engine: one engine for all devices, whatever their budgets; None: made for each budget.
-        together: train several devices in one graph.
-        test: examples of `Hands.test`.
+        members: Devices with their examples.
+        load: Function that loads a method by name.
+        engine: Engine for all devices, or None to make one per memory budget.
+        together: Train several devices in one graph.
+        test: Examples of `Hands.evaluate_test_set`.
     """
-    make = hands.make_engine if together else engines.make
-    made, count = bench(members, load=load, engine=engine, test=test, make=make)
+    make = hands.make_engine if together else engines.create_engine
+    made, count = make_executor(members, load=load, engine=engine, test=test, make=make)
 
     def carry(orders: Sequence[Order]) -> list[Outcome]:
-        return [outcome for outcome, _ in hands.carry_out([(made, order) for order in orders], together)]
+        return [outcome for outcome, _ in hands.run_requests([(made, order) for order in orders], together)]
 
-    return Hands(carry, count, machines={machines.name(): machines.here()}), count
+    return Hands(carry, count, machines={machines.get_machine_name(): machines.describe_this_machine()}), count
 
 
-def bench(
+def make_executor(
     members: Iterable[Member],
     *,
     load: Callable[[str], Method] = methods.load,
     engine: Any = None,
     test: Examples | None = None,
-    make: Callable[[str, int], Any] = engines.make,
+    make: Callable[[str, int], Any] = engines.create_engine,
 ) -> tuple[hands.Bench, dict[str, int]]:
-    """Bench for members' orders in this process; and each member's number of held-out examples."""
+    """Return an executor for the devices in this process, and their numbers of held-out examples."""
     held = {member.device: member for member in members}
     count = {name: len(member.held) for name, member in held.items()}
     if test is not None:

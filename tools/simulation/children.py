@@ -1,4 +1,4 @@
-"""Processes of this program's own commands, which do not outlive the process that starts them."""
+"""Child processes that run `fedquilt` commands and end with this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ RUN: Final = (
 
 
 class Command(NamedTuple):
-    """A command to run."""
-
     words: Sequence[str]  # after `fedquilt`
     log: Path  # what it prints is added there
     folder: Path | None = None  # it works in; None: this process's
 
 
-def start(command: Command) -> subprocess.Popen[bytes]:
-    """Start a process; it ends with the thread that calls this, however that ends, and not by its Ctrl-C."""
+def start_process(command: Command) -> subprocess.Popen[bytes]:
+    """Start a command as a process in its own session.
+
+    The process ends with the calling thread and ignores Ctrl-C in the terminal.
+    """
     with command.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-c", RUN, str(os.getpid()), *command.words],
@@ -39,12 +40,12 @@ def start(command: Command) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def running(wanted: Mapping[str, Command]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Processes by their names, while the body runs; they are told to stop at its end."""
+def start_processes(wanted: Mapping[str, Command]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start processes by name in a context, and terminate them at its end."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, command in wanted.items():
-            started[name] = start(command)
+            started[name] = start_process(command)
         yield started
     finally:
         for process in started.values():
@@ -57,6 +58,6 @@ def running(wanted: Mapping[str, Command]) -> Iterator[dict[str, subprocess.Pope
                 process.wait()
 
 
-def last_words(log: Path) -> str:
-    """The last line of a log."""
+def read_last_line(log: Path) -> str:
+    """Return the last line of a log, or "(nothing)" if the log is empty."""
     return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1]

@@ -1,12 +1,12 @@
-"""Many devices on virtual time as one executor: no broker, no messages, no process of their own.
+"""Simulated devices on virtual time as one executor, without broker, messages and processes.
 
-Each device is an agent's `Duty` on a simulated board: it admits or refuses a task, chooses its operating point,
-spends joules and keeps private state as an agent does. Orders that devices have begun wait in `waiting` until
-somebody has carried them out (`fedquilt.tools.simulation.hands`); virtual time stands still until then.
+Each device is an agent's `Duty` on a simulated board: it accepts or declines a task, chooses an operating point,
+spends energy and stores private state as an agent does. Work requests of running tasks are in `waiting_requests`
+until their results are delivered. Virtual time is halted until then.
 
-A device takes what it is sent through the wire's own encoding. Blobs are not copied: devices read them where the
-coordinator keeps them, and what a task makes is moved there: small bundles come with the task's outcome and go into
-the depot's pack, others by way of files. Bytes are counted as an agent counts them.
+Tasks pass through the wire encoding. Blobs are not copied: devices read them in the coordinator's blob store, and
+outputs are moved there. Small bundles arrive with the result and enter the pack file, larger ones are files. Bytes
+are counted as an agent counts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, WithoutReleases
-from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.folding import blob_hashes
 from fedquilt.coordinator.shown import Shown
 from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
@@ -38,16 +38,19 @@ OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its dev
 
 
 class Encoded:
-    """Tasks as devices take them off the wire; what a task shares with the one before is encoded and decoded once."""
+    """Tasks after a round trip through the wire encoding.
+
+    Fields that consecutive tasks share are encoded once.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Task, Task] | None = None  # as it was sent, and as it came
 
     def __call__(self, task: Task) -> Task:
-        """The task as it comes out of its own encoding.
+        """Return a task after encoding and decoding.
 
         Raises:
-            WireError: it cannot be sent.
+            WireError: If the task cannot be encoded.
         """
         if self._last is not None:
             sent, came = self._last
@@ -63,13 +66,13 @@ _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name 
 
 
 class SimulatedFleet(WithoutReleases):
-    """An `Executor` of devices that are online from the first moment on, or come and go (`arrive`, `switch_off`).
+    """Executor of simulated devices, which can be brought online and switched off.
 
     Args:
-        depot: the coordinator's.
-        folder: where devices keep private state, caches and what their tasks write.
-        apart: devices that are no part of the fleet and can be given orders beside its rounds.
-        away: devices of the fleet that are not online at first.
+        depot: Blob store of the coordinator.
+        folder: Folder for private state, caches and task outputs of the devices.
+        apart: Devices outside of the fleet, for `make_extra_request` alone.
+        away: Devices of the fleet that are offline at first.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class SimulatedFleet(WithoutReleases):
             (folder / name).mkdir(parents=True, exist_ok=True)
         for left in os.scandir(self.out):  # by orders that were in hand when an earlier process was killed
             os.unlink(left)
-        self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `hear`
+        self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `receive_inputs`
         self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
         self.unanswered: dict[tuple[str, events.Key], Update] = {}  # by device, job and round
         for kept in self.private:  # of an interrupted run
@@ -106,16 +109,16 @@ class SimulatedFleet(WithoutReleases):
         self._wire = Encoded()
         self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
-        self.arrive(name for name in self.specs if name not in away)
+        self.bring_online(name for name in self.specs if name not in away)
         self.specs |= apart or {}
 
     # -- who is there --
 
-    def arrive(self, names: Iterable[str]) -> None:
-        """Let devices come online, at the running virtual time; nothing happens to those that are.
+    def bring_online(self, names: Iterable[str]) -> None:
+        """Bring devices online at the current virtual time. Online devices are unchanged.
 
         Raises:
-            JobError: the fleet has no such device.
+            JobError: If the fleet has no device of that name.
         """
         for name in names:
             if name not in self.specs:
@@ -123,147 +126,141 @@ class SimulatedFleet(WithoutReleases):
             if name in self._away:
                 self._away.remove(name)
                 self._boots[name] = self._boots.get(name, 0) + 1
-                self._heard += [(name, self._presence(name, online=True)), (name, self.profile(name))]
+                self._heard += [(name, self._make_presence(name, online=True)), (name, self.profile(name))]
 
     def switch_off(self, names: Iterable[str]) -> None:
-        """Switch devices off. A task in hand is lost, private state and blobs are kept."""
+        """Switch devices off. Running tasks are lost, private state and blobs remain."""
         for name in [name for name in names if name in self._boots and name not in self._away]:
             self._away.add(name)
             self._waiting.pop(name, None)
             self._moved.pop(name, None)
             if (gone := self._devices.pop(name, None)) is not None:
                 gone.duty.stop()
-                gone.give_up()
+                gone.discard_outputs()
                 for key in () if gone.follows else gone.duty.state.outbox:
                     self.unanswered.pop((name, key), None)
-            self._heard.append((name, self._presence(name, online=False)))
+            self._heard.append((name, self._make_presence(name, online=False)))
 
     # -- for whoever carries orders out --
 
     @property
-    def waiting(self) -> list[Order]:
-        """Orders that have begun, and whose outcome virtual time waits for; sorted by device."""
+    def waiting_requests(self) -> list[Order]:
+        """Work requests of running tasks that need a result before virtual time can continue, by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
 
     @property
-    def at_work_now(self) -> bool:
-        """Whether orders have begun whose outcomes virtual time waits for."""
+    def has_waiting_requests(self) -> bool:
         return bool(self._waiting)
 
-    def at_work(self, device: str) -> Task | None:
-        """The task whose outcome a device waits for, if it waits for one."""
+    def find_running_task(self, device: str) -> Task | None:
         given = self._waiting.get(device)
         return None if given is None or given.worker.order is None else given.worker.order.task
 
-    def worked(self, device: str, outcome: Outcome) -> None:
-        """What a device's order has come to. It is told when the board would have been done with it.
+    def deliver_outcome(self, device: str, outcome: Outcome) -> None:
+        """Give a device the result of its work request. Results for devices that are offline are dropped.
 
         It is lost with a device that has left meanwhile.
         """
         given = self._waiting.pop(device, None)
         if given is None:
             return
-        given.worker.worked(given.laid_by(outcome), self.now_s)
+        given.worker.set_outcome(given.store_outputs(outcome), self.now_s)
         given.duty.step(self.now_s)
-        self._schedule(given)
+        self._update_waiting(given)
 
-    def order(self, device: str, task: Task) -> Order:
-        """A task as an order that is no part of a round: an evaluation, say. It leaves nothing behind."""
-        return self._device(device).order(task, self.specs[device].means.budget_bytes, 0, spare=True)
+    def make_extra_request(self, device: str, task: Task) -> Order:
+        """Return a work request outside of the rounds, such as an evaluation. Its outputs are not stored."""
+        return self._get_device(device).build_work_request(task, self.specs[device].means.budget_bytes, 0, spare=True)
 
     def profile(self, device: str) -> Profile:
-        """Profile of a device."""
-        return messages.profile(device, self._device(device).board, self.specs[device].means)
+        return messages.profile_message(device, self._get_device(device).board, self.specs[device].means)
 
     # -- the executor --
 
-    def hear(self, now_s: float) -> Iterator[Heard]:
-        """See `Executor`; also lets devices do what is due."""
+    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+        # devices process their due events here, between the messages
         self.now_s = now_s
         self._files.clear()
         while True:
             while self._heard:
                 yield self._heard.popleft()
-            self._reschedule()
+            self._update_due_times()
             if not self._due or self._due[0][0] > now_s:
                 return
             due_s, name = heapq.heappop(self._due)
             device = self._devices.get(name)
             if device is not None and device.due_s == due_s:
-                device.move(now_s)
+                device.deliver_transfers(now_s)
                 device.duty.step(now_s)
-                device.telling(now_s)
-                self._schedule(device)
+                device.publish_telemetry(now_s)
+                self._update_waiting(device)
 
-    def due_s(self, now_s: float) -> float:
-        """Time of the next device's event."""
+    def send_pending(self, now_s: float) -> float:
         if self._heard:
             return now_s
-        self._reschedule()
+        self._update_due_times()
         return self._due[0][0] if self._due else math.inf
 
-    def send(self, device: str, task: Task, now_s: float) -> None:
-        """Give a device its task, with the blobs that it lacks."""
+    def send_task(self, device: str, task: Task, now_s: float) -> None:
         if device in self._away:
             return  # it is sent again when the device appears
-        received, given = self._wire(task), self._device(device)
+        received, given = self._wire(task), self._get_device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
-        self._feed(given, events.Arrived(received, missing), now_s)
+        self._feed_event(given, events.Arrived(received, missing), now_s)
 
-    def withdraw(self, device: str) -> None:
-        """Withdraw a device's task."""
+    def cancel_task(self, device: str) -> None:
         if device in self._devices:
-            self._feed(self._devices[device], events.Cleared(), self.now_s)
-            self._devices[device].give_up()
+            self._feed_event(self._devices[device], events.Cleared(), self.now_s)
+            self._devices[device].discard_outputs()
 
     @property
-    def in_use(self) -> set[str]:
-        """Blobs of updates that the coordinator has not answered yet."""
-        return blobs(self.unanswered.values())
+    def blobs_in_use(self) -> set[str]:
+        return blob_hashes(self.unanswered.values())
 
-    def tended(self) -> AbstractContextManager[None]:
-        """Nothing to keep up: virtual time stands still meanwhile."""
+    def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def be_patient(self, device: str) -> None:
-        """Do nothing: no message is lost, so none is repeated."""
+    def slow_resends(self, device: str) -> None:
+        # no message is lost, so none is repeated
+        ...
 
-    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Report the blobs as arrived: devices put them into this depot."""
-        lost = [ref.sha256 for ref in refs if not self.depot.has(ref)]
+    def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        # devices write into the coordinator's blob store, so all blobs are there already
+        lost = [ref.sha256 for ref in refs if not self.depot.has_blob(ref)]
         self._heard.append(Arrived(device, f"blob {lost[0][:12]} is gone from {self.depot.folder}" if lost else None))
 
-    def answer(self, device: str, ack: wire.Ack) -> None:
-        """Give a device the answer to its update."""
+    def send_ack(self, device: str, ack: wire.Ack) -> None:
         if device in self._away:
             return  # it offers an update that leaves private state again when it is back
-        given = self._device(device)
+        given = self._get_device(device)
         given.apply_ack(ack)
-        self._feed(given, events.Acked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
+        self._feed_event(given, events.Acked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
-    def renew(self, epoch: int) -> None:
-        """Do nothing: these devices know of no epochs."""
+    def set_epoch(self, epoch: int) -> None:
+        # simulated devices keep no epoch
+        ...
 
-    def tell(self, job: Shown) -> None:
-        """Do nothing: nobody observes."""
+    def publish_state(self, job: Shown) -> None:
+        # there are no observers
+        ...
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        # there is no connection
+        ...
 
     # -- within --
 
-    def say(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
-        """Pass on what a device says."""
+    def queue_message(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         self._heard.append((device, message))
 
-    def _presence(self, name: str, online: bool) -> wire.Presence:
+    def _make_presence(self, name: str, online: bool) -> wire.Presence:
         return wire.Presence(online=online, boot=f"simulated-{self._boots[name]}", seq=1 if online else 2)
 
-    def place(self, name: str, ref: BlobRef) -> str:
-        """The file of a task's bundle.
+    def find_bundle(self, name: str, ref: BlobRef) -> str:
+        """Return the path of a bundle that a task needs.
 
         Raises:
-            StoreError: it is gone.
+            StoreError: If the blob is missing.
         """
         path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)
         if path is None:
@@ -271,27 +268,26 @@ class SimulatedFleet(WithoutReleases):
         self._files[ref.sha256] = path
         return path
 
-    def made(self, device: str, ref: BlobRef) -> Path:
-        """The file of a bundle that the order in hand has left."""
+    def get_output_path(self, device: str, ref: BlobRef) -> Path:
         return Path(f"{self.out}/{device}.{ref.sha256}")
 
-    def held(self, device: str) -> set[str]:
-        """The sha256 of all blobs that a device has been sent; its own, to be added to."""
+    def get_sent_blobs(self, device: str) -> set[str]:
+        """Return the mutable set of sha256 digests that a device has received."""
         return self._held.setdefault(device, set())
 
-    def _device(self, name: str) -> FleetDevice:
+    def _get_device(self, name: str) -> FleetDevice:
         if name not in self._devices:
             self._devices[name] = FleetDevice(self, self.specs[name])
-            self._devices[name].telling(self.now_s)
-            self._schedule(self._devices[name])
+            self._devices[name].publish_telemetry(self.now_s)
+            self._update_waiting(self._devices[name])
         return self._devices[name]
 
-    def _feed(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
-        device.duty.feed(event, now_s)
-        device.move(now_s)
-        self._schedule(device)
+    def _feed_event(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
+        device.duty.handle_event(event, now_s)
+        device.deliver_transfers(now_s)
+        self._update_waiting(device)
 
-    def _schedule(self, device: FleetDevice) -> None:
+    def _update_waiting(self, device: FleetDevice) -> None:
         if device.worker.order is not None:
             if device.name not in self._waiting:
                 self._waiting[device.name] = device
@@ -300,11 +296,11 @@ class SimulatedFleet(WithoutReleases):
             self._waiting.pop(device.name, None)
         self._moved[device.name] = device
 
-    def _reschedule(self) -> None:
-        """Note when the devices to which something has happened are due: once, however much it was."""
+    def _update_due_times(self) -> None:
+        # once per device and step, however many events the device has received
         while self._moved:
             name, device = self._moved.popitem()
-            due_s = min(device.duty.due_s(self.now_s), device.tell_s, device.moves_s())
+            due_s = min(device.duty.next_step_s(self.now_s), device.tell_s, device.next_arrival_s())
             if due_s != device.due_s:
                 device.due_s = due_s
                 if due_s < math.inf:

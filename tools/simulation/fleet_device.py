@@ -1,4 +1,4 @@
-"""One device of a simulated fleet: an agent's duty on a simulated board, with what surrounds it on a real one."""
+"""One simulated device: the duty of an agent on a simulated board, with simulated transfers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ FOLLOWING: Final = ".next"  # ending of the file with that private state
 
 @dataclass(frozen=True)
 class Spec:
-    """One device of a simulated fleet.
+    """Configuration of a simulated device.
 
     Args:
-        board: made when the device is first needed.
-        data: what `Order.data` says to whoever carries its orders out.
-        link: what its transfers take.
+        board: Factory of the board, called when the device is first needed.
+        data: Content of `Order.data` in the device's work requests.
+        link: Speed of the device's transfers.
     """
 
     device: str
@@ -50,13 +50,11 @@ class Spec:
 
 
 class FleetDevice:
-    """One device, and what surrounds its duty: `duty.Surroundings`."""
-
     def __init__(self, fleet: SimulatedFleet, spec: Spec) -> None:
         self.name, self._fleet, self._spec = spec.device, fleet, spec
         self.board = spec.board()
         self.worker = VirtualWorker(self.board)
-        self.have = fleet.held(spec.device)  # sha256 of what it was sent
+        self.have = fleet.get_sent_blobs(spec.device)  # sha256 of what it was sent
         self._coming: deque[tuple[float, str]] = deque()  # when blobs will be here, and their sha256
         self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
         self._folder = f"{fleet.folder}/private/"
@@ -64,7 +62,7 @@ class FleetDevice:
         self._following = f"{self.name}{FOLLOWING}"  # what the update in the outbox leaves
         self._unanswered = f"{self.name}{UNANSWERED}"
         self._leaves = False  # whether the order in hand has left private state
-        outbox = self._recovered()
+        outbox = self._restore_outbox()
         self.follows = bool(outbox)
         self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
         self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
@@ -72,84 +70,81 @@ class FleetDevice:
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next
 
-    def _recovered(self) -> dict[events.Key, events.Offer]:
-        """The update with private state that an interrupted run has left unanswered: it is offered again."""
+    def _restore_outbox(self) -> dict[events.Key, events.Offer]:
+        # an interrupted run left an update with private state unanswered, so the update is offered again
         if self._following not in self._fleet.private:
             return {}
         with open(f"{self._folder}{self._unanswered}", "rb") as file:
             update = wire.decode(file.read(), Update)
         return {(update.job, update.round): events.Offer(update, True, due_s=-math.inf)}
 
-    def telling(self, now_s: float) -> None:
-        """Tell what the board's sensors say, if it has any and it is time."""
+    def publish_telemetry(self, now_s: float) -> None:
+        """Publish the board's sensor readings, at most once per TELEMETRY_S."""
         if now_s < self.tell_s:
             return
-        told = messages.telemetry_message(self.board.read(now_s))
+        told = messages.telemetry_message(self.board.read_sensors(now_s))
         self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
         if told is not None:
-            self._fleet.say(self.name, told)
+            self._fleet.queue_message(self.name, told)
 
-    def say(self, claim: wire.Claim) -> None:
-        """Tell the coordinator whether a task is accepted."""
-        self._fleet.say(self.name, claim)
+    def publish_claim(self, claim: wire.Claim) -> None:
+        self._fleet.queue_message(self.name, claim)
 
-    def offer(self, update: Update, now_s: float) -> None:
-        """Tell the coordinator the result of a task, once its blobs have made their way."""
+    def submit_update(self, update: Update, now_s: float) -> None:
+        # published only when the simulated upload of the blobs has ended
         if update in [given for _, given in self._going]:
             return
-        due_s = self._way(self._going, sum(ref.size for ref in update.bundles.values()), now_s)
+        due_s = self._compute_transfer_end_s(self._going, sum(ref.size for ref in update.bundles.values()), now_s)
         if due_s > now_s:
             self._going.append((due_s, update))
         else:
-            self._fleet.say(self.name, update)
+            self._fleet.queue_message(self.name, update)
 
-    def drop(self, update: Update) -> None:
-        """Discard an update that the coordinator asks for again, with its private state."""
+    def discard_update(self, update: Update) -> None:
         self._fleet.unanswered.pop((self.name, (update.job, update.round)), None)
         self._finish_private_state(accepted=False)
 
-    def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Note when blobs will be here: they are read where the coordinator keeps them."""
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
+        # the download takes simulated time alone: the blobs are read in the coordinator's store
         for ref in refs:
-            self._coming.append((self._way(self._coming, ref.size, self._fleet.now_s), ref.sha256))
+            self._coming.append((self._compute_transfer_end_s(self._coming, ref.size, self._fleet.now_s), ref.sha256))
 
-    def move(self, now_s: float) -> None:
-        """Let what has made its way arrive."""
+    def deliver_transfers(self, now_s: float) -> None:
         while self._coming and self._coming[0][0] <= now_s:
             sha256 = self._coming.popleft()[1]
             self.have.add(sha256)
-            self.duty.feed(events.Fetched(sha256), now_s)
+            self.duty.handle_event(events.Fetched(sha256), now_s)
         while self._going and self._going[0][0] <= now_s:
-            self._fleet.say(self.name, self._going.popleft()[1])
+            self._fleet.queue_message(self.name, self._going.popleft()[1])
 
-    def moves_s(self) -> float:
-        """Time of the next arrival."""
+    def next_arrival_s(self) -> float:
         coming_s = self._coming[0][0] if self._coming else math.inf
         return min(coming_s, self._going[0][0]) if self._going else coming_s
 
-    def _way(self, before: Sequence[tuple[float, object]], size: int, now_s: float) -> float:
-        """When a transfer of so many bytes ends that begins after all before it."""
-        return max(now_s, before[-1][0] if before else now_s) + self._spec.link.seconds(size)
+    def _compute_transfer_end_s(self, before: Sequence[tuple[float, object]], size: int, now_s: float) -> float:
+        # transfers of one direction run one after another
+        return max(now_s, before[-1][0] if before else now_s) + self._spec.link.transfer_seconds(size)
 
-    def abandon(self, sha256: str) -> None:
-        """Forget a blob."""
+    def cancel_fetch(self, sha256: str) -> None:
         self.have.discard(sha256)
         self._coming = deque(each for each in self._coming if each[1] != sha256)
 
-    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
-        """Do nothing: nobody observes."""
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None:
+        # there are no observers
+        ...
 
-    def remember(self, learned: Mapping[str, Learned]) -> None:
-        """Do nothing: a simulated board does not restart."""
+    def store_learned_costs(self, learned: Mapping[str, Learned]) -> None:
+        # a simulated board does not restart
+        ...
 
-    def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
-        """Make the order of a task; a `spare` one is no part of a round."""
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
+        # a spare request is outside of the rounds, so its engine may plan with the whole budget
         return Order(
             task=task,
             device=self.name,
             budget_bytes=budget_bytes,
             data=dict(self._spec.data),
-            bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
+            bundles={name: self._fleet.find_bundle(name, ref) for name, ref in task.bundles.items()},
             private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
             cache=f"{self._fleet.folder}/caches/{self.name}",
             out=self._fleet.out,
@@ -158,29 +153,28 @@ class FleetDevice:
             whole_bytes=SMALL_BYTES,
         )
 
-    def laid_by(self, outcome: Outcome) -> Outcome:
-        """Put what came with an outcome by, until the board is done with it."""
-        self.give_up()
+    def store_outputs(self, outcome: Outcome) -> Outcome:
+        """Move the blobs of a result into the blob store, unnamed, and return the bare result."""
+        self.discard_outputs()
         self._leaves = outcome.private is not None
         for ref in outcome.bundles.values():
             if ref.sha256 in outcome.blobs and ref not in self._places:
                 self._places[ref] = self._fleet.depot.write_unnamed(ref, outcome.blobs[ref.sha256])
         return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
 
-    def give_up(self) -> None:
-        """Let go of what was put by."""
+    def discard_outputs(self) -> None:
+        """Delete the unnamed blobs that `store_outputs` has written."""
         while self._places:
-            self._fleet.depot.give_up(*self._places.popitem())
+            self._fleet.depot.discard_unnamed(*self._places.popitem())
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Hand the task's output to the coordinator. Return whether private state waits for the answer."""
+    def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
             place = self._places.pop(ref, None)
             if place is not None:
-                self._fleet.depot.take_over(ref, place)
+                self._fleet.depot.name_blob(ref, place)
             else:
-                self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
+                self._fleet.depot.adopt_file(f"{made}{ref.sha256}", ref)
         self._fleet.unanswered[self.name, (update.job, update.round)] = update
         if not self._leaves:  # what a task before it may have written and then failed counts for nothing
             return False
@@ -192,7 +186,7 @@ class FleetDevice:
         return True
 
     def apply_ack(self, ack: wire.Ack) -> None:
-        """Apply the answer to an update: if accepted, the private state that came with it is kept."""
+        """Apply the acknowledgement of an update. If accepted, the new private state replaces the old."""
         self._fleet.unanswered.pop((self.name, (ack.job, ack.round)), None)
         if (ack.job, ack.round) in self.duty.state.outbox:
             self._finish_private_state(ack.accepted)

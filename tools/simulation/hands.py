@@ -1,4 +1,4 @@
-"""Carrying out the orders of simulated devices in this process: alone, or several trained in one graph."""
+"""Execution of the work requests of simulated devices in this process, one by one or in batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import core, methods, tensors, wire
-from fedquilt.blobs.chunks import reference
+from fedquilt.blobs.chunks import ref_from_bytes
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Action, BlobRef, DataError, Examples, Method, Site, Task, Tensors, derive_seed
 from fedquilt.edge_agent import engines
@@ -23,7 +23,7 @@ ENGINES = 8  # budgets that an engine is kept for
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
-    """An engine; torch's and numpy's are ones that can train several devices in one pass."""
+    """Return an engine by name. The torch and numpy engines can train several devices in one pass."""
     if name == "torch":
         from fedquilt.edge_agent.engines.torch_batched import BatchedTorchEngine
 
@@ -32,34 +32,33 @@ def make_engine(name: str, budget_bytes: int) -> Any:
         from fedquilt.edge_agent.engines.numpy_batched import BatchedNumpyEngine
 
         return BatchedNumpyEngine(budget_bytes)
-    return engines.make(name, budget_bytes)
+    return engines.create_engine(name, budget_bytes)
 
 
 class Bench(main.Bench):
-    """The engines, methods and examples of many devices.
+    """Engines, methods and examples of many devices.
 
     Args:
-        shares: the examples of a device, to train on and held out, by its name.
-        load: finds a method by its name.
-        make: an engine by its name and budget in bytes.
+        shares: Function that returns the training and held-out examples of a device.
+        load: Function that loads a method by name.
+        make: Factory of an engine, given its name and a budget in bytes.
     """
 
     def __init__(
         self,
         shares: Callable[[str], tuple[Examples, Examples]],
         load: Callable[[str], Method] = methods.load,
-        make: Callable[[str, int], Any] = engines.make,
+        make: Callable[[str, int], Any] = engines.create_engine,
     ) -> None:
         super().__init__()
         self._shares, self._methods, self._make = shares, load, make
         self._engines: dict[tuple[str, int], Any] = {}
 
-    def method(self, order: Order) -> Method:
-        """Find the method of an order, as its device carries it out."""
-        return adversaries.corrupted(self._methods(order.task.method), order.data)
+    def load_method(self, order: Order) -> Method:
+        return adversaries.corrupt_method(self._methods(order.task.method), order.data)
 
-    def engine(self, name: str, budget_bytes: int) -> Any:
-        """Engine for a budget; the oldest of more than ENGINES is closed."""
+    def load_engine(self, name: str, budget_bytes: int) -> Any:
+        # at most ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
             while len(self._engines) >= ENGINES:
@@ -67,8 +66,7 @@ class Bench(main.Bench):
             self._engines[key] = self._make(name, budget_bytes)
         return self._engines[key]
 
-    def examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
-        """Examples of a simulated device, by its share."""
+    def load_examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
         try:
             return self._shares(spec["share"])
         except KeyError:
@@ -76,7 +74,7 @@ class Bench(main.Bench):
 
 
 class OneEngine(Bench):
-    """Likewise with one engine for all devices, whatever their budgets. It is somebody else's, who closes it."""
+    """Executor with one engine for all devices and budgets. The caller closes the engine."""
 
     def __init__(
         self, shares: Callable[[str], tuple[Examples, Examples]], load: Callable[[str], Method], engine: Any
@@ -84,20 +82,18 @@ class OneEngine(Bench):
         super().__init__(shares, load)
         self._one = engine
 
-    def engine(self, name: str, budget_bytes: int) -> Any:
-        """The one engine of all devices."""
+    def load_engine(self, name: str, budget_bytes: int) -> Any:
         return self._one
 
 
 class SharedFiles:
-    """Tensors of files that many devices read, each read once. Nobody may write to them."""
+    """Cache of the tensors of files that many devices read. The arrays are read-only."""
 
     def __init__(self, most: int = 8) -> None:
         self._most = most  # files: those of a round, mostly one to three
         self._held: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, path: str, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Read a file once; later calls get the same read-only arrays."""
         if path not in self._held:
             while len(self._held) >= self._most:
                 del self._held[next(iter(self._held))]
@@ -108,33 +104,36 @@ class SharedFiles:
         return dict(self._held[path])
 
 
-def carry_out(asked: Sequence[tuple[main.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
-    """Outcome of each order, and whether it was or could have been trained with others; raises nothing.
+def run_requests(asked: Sequence[tuple[main.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
+    """Run work requests.
 
     Args:
-        asked: orders, each with the bench of its device.
-        together: train those in one graph that the engine can (`edge_agent.engines.torch_batched`).
+        asked: Work requests, each with the executor of its device.
+        together: Train requests in one graph where the engine can (`edge_agent.engines.torch_batched`).
+
+    Returns:
+        For each request its result, and whether its training could be batched. Failures are results, not exceptions.
     """
     if not together:
-        return [(main.run_order(order, bench), False) for bench, order in asked]
+        return [(main.run_task(order, bench), False) for bench, order in asked]
     kinds: dict[tuple[str, int | None], list[int]] = {}
     for index, (_, order) in enumerate(asked):
         kinds.setdefault((order.task.engine, order.plan_bytes), []).append(index)
     found: dict[int, tuple[Outcome, bool]] = {}
     for indices in kinds.values():
-        found.update(zip(indices, _jointly([asked[index] for index in indices]), strict=True))
+        found.update(zip(indices, _run_in_batch([asked[index] for index in indices]), strict=True))
     return [found[index] for index in range(len(asked))]
 
 
-def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, bool]]:
-    """Orders for one engine with one budget; what they took is shared out evenly."""
+def _run_in_batch(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, bool]]:
+    # measured time is divided evenly between the requests
     began_s, cpu_s = time.perf_counter(), time.process_time()
     bench, first = asked[0]
     try:
-        engine = bench.engine(first.task.engine, main.plannable(first))
+        engine = bench.load_engine(first.task.engine, main.plan_limit_bytes(first))
     except Exception as error:
         return [(main.failure_outcome(error), False)] * len(asked)
-    given = batching.together([_half(*each) for each in asked], engine)
+    given = batching.run_together([_make_restartable_client(*each) for each in asked], engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [
@@ -148,14 +147,14 @@ def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, b
     ]
 
 
-def _half(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
+def _make_restartable_client(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
     return batching.Half(
-        lambda engine: main.site_of(order, bench, engine=engine),
-        lambda site: main.run_method(order, bench.method(order), site),
+        lambda engine: main.build_site(order, bench, engine=engine),
+        lambda site: main.run_method(order, bench.load_method(order), site),
     )
 
 
-def delivered(
+def make_task_and_context(
     method: Method,
     order: core.Order,
     member: Member,
@@ -169,28 +168,27 @@ def delivered(
     cache: Path | None = None,
     path: Callable[[BlobRef], Path] | None = None,
 ) -> tuple[Task, Site]:
-    """Task and site of a method's order for one device, beside any rounds.
+    """Return the task and the client context of a method's task spec for one device, without rounds.
 
     Args:
-        method: of the order.
-        order: as the server half made it.
-        member: device with its examples.
-        folder: receives the order's tensors, by content; made if missing.
-        engine: of the site.
+        method: Method of the task spec.
+        order: Task spec.
+        member: Device with its examples.
+        folder: Folder that receives the tensors as content-addressed files. Created if missing.
+        engine: Engine of the context.
         actions: "work", "check" or both.
-        cache: the folder that `Site.cache` makes when it is asked for; None: `folder`.
-        number: of the round.
-        seed: of the task.
-        local: private state; None: none.
-        cache: folder of the job's cache; None: within `folder`.
-        path: finds blobs that the order names; None: in `folder`.
+        number: Number of the round.
+        seed: Seed of the task.
+        local: Private state, or None for none.
+        cache: Folder of the job's cache, or None for `folder`.
+        path: Function that finds blobs of the task spec, or None to search in `folder`.
     """
 
     def blob(value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
             return value
-        payload = tensors.encode(value)
-        ref = reference(payload)
+        payload = tensors.encode_tensors(value)
+        ref = ref_from_bytes(payload)
         (folder / ref.sha256).write_bytes(payload)
         return ref
 
@@ -218,11 +216,11 @@ def delivered(
         device=member.device,
         budget_bytes=1 << 40,
         engine=engine,
-        rng=tensors.rng(task.seed),
+        rng=tensors.seeded_rng(task.seed),
         train=member.train,
         held=member.held,
         local={} if local is None else local,
-        load=lambda name: tensors.read(find(name)),
+        load=lambda name: tensors.read_tensors(find(name)),
         path=find,
         cache_at=folder if cache is None else cache,
     )

@@ -1,6 +1,6 @@
-"""What decides the last bits of a computation beside the job: processor, GPU, libraries and our own code.
+"""Machine properties that affect the last bits of results: processor, GPU, libraries and code.
 
-A run keeps what it was computed on in HOME/machines/RUN.json, and goes on elsewhere only where that is allowed.
+The machines of a run are recorded in HOME/machines/RUN.json. A run resumes on different machines only if permitted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ PROCESSOR: Final = ("model name", "cpu model", "hardware", "cpu part")  # keys o
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine as far as results depend on it."""
-
     processor: str
     gpus: tuple[str, ...]  # models of those that the driver lists
     threads: str  # OMP_NUM_THREADS of the workers; "": as the libraries like
@@ -42,16 +40,16 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions = [f"{name} {version}" for name, version in self.libraries.items()]
         return ", ".join([self.processor, *self.gpus, *versions, ours])
 
-    def code_differs(self, other: Machine) -> str:
-        """How another machine's code differs from this one's, in words; "": it does not."""
-        return _differences(other.code, self.code)
+    def describe_code_differences(self, other: Machine) -> str:
+        """Return the differences of another machine's code in words, or "" for none."""
+        return _format_differences(other.code, self.code)
 
-    def differs(self, other: Machine) -> str:
-        """How another machine differs in anything else that results depend on, in words; "": it does not."""
-        here, there = self._rest(), other._rest()
-        return _differences(there, here)
+    def describe_platform_differences(self, other: Machine) -> str:
+        """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
+        here, there = self._describe_platform(), other._describe_platform()
+        return _format_differences(there, here)
 
-    def _rest(self) -> dict[str, str]:
+    def _describe_platform(self) -> dict[str, str]:
         return {
             "processor": self.processor,
             "GPU": ", ".join(self.gpus) or "none",
@@ -61,17 +59,15 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Machines of the workers that computed a run, by name."""
-
     workers: dict[str, Machine]
 
 
-def here(modules: Collection[str] = (), threads: str | None = None) -> Machine:
-    """Describe the machine of this process.
+def describe_this_machine(modules: Collection[str] = (), threads: str | None = None) -> Machine:
+    """Return the properties of this machine.
 
     Args:
-        modules: top-level modules of plug-ins whose code counts.
-        threads: of the workers; None: as this process has.
+        modules: Top-level modules of plug-ins whose code is included.
+        threads: OMP_NUM_THREADS of the workers, or None for the value of this process.
     """
     versions = {"Python": platform.python_version()}
     for name in LIBRARIES:
@@ -80,68 +76,67 @@ def here(modules: Collection[str] = (), threads: str | None = None) -> Machine:
         except metadata.PackageNotFoundError:
             continue
     return Machine(
-        processor=_processor(),
-        gpus=_gpus(),
+        processor=_read_processor_model(),
+        gpus=_read_gpu_models(),
         threads=os.environ.get("OMP_NUM_THREADS", "") if threads is None else threads,
         libraries=versions,
         code={
-            "fedquilt": f"{fedquilt.__version__} ({_own_code()[:8]})",
-            **{name: plugins.content(name)[:8] for name in sorted(modules)},
+            "fedquilt": f"{fedquilt.__version__} ({_compute_code_digest()[:8]})",
+            **{name: plugins.module_digest(name)[:8] for name in sorted(modules)},
         },
     )
 
 
-def name() -> str:
-    """Name of this machine."""
+def get_machine_name() -> str:
     return platform.node() or "localhost"
 
 
-def require_alike(known: Mapping[str, Machine], named: str, machine: Machine, *, mixed: bool) -> None:
-    """Refuse a machine on which results would have other bits.
+def require_same_results(known: Mapping[str, Machine], named: str, machine: Machine, *, mixed: bool) -> None:
+    """Check that a machine gives bit-identical results to the machines of a run.
 
     Args:
-        known: machines that compute the run already, by name; the first is compared.
-        named: what the new one is called.
-        machine: the new one.
-        mixed: permit another processor, GPU or library; another code of fedquilt's or a plug-in's is never permitted.
+        known: Machines of the run, by name. The first is compared.
+        named: Name of the new machine.
+        machine: The new machine.
+        mixed: Permit a different processor, GPU or library. Different code is never permitted.
 
     Raises:
-        JobError: it differs; names both and what differs.
+        JobError: If the machines differ.
     """
     for other, first in list(known.items())[:1]:
-        if code := first.code_differs(machine):
+        if code := first.describe_code_differences(machine):
             raise JobError(f"{named} has other code than {other}: {code}; install the same on both")
-        if not mixed and (rest := first.differs(machine)):
+        if not mixed and (rest := first.describe_platform_differences(machine)):
             raise JobError(
                 f"{named} differs from {other}: {rest}; results would have other last bits. Leave it out, or permit it "
                 "with --mixed (mixed=True)"
             )
 
 
-def keep(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> None:
-    """Note what a run is computed on, beside what an earlier part of it was computed on.
+def record_machines(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> None:
+    """Record the machines of a run, in addition to those recorded earlier.
 
     Raises:
-        JobError: an earlier part was computed on other machines, and they may not be mixed.
-        StoreError: it cannot be written.
+        JobError: If the machines differ from those recorded earlier and `mixed` is false. Newer code is permitted.
+        StoreError: If the file cannot be written.
     """
     path = home / "machines" / f"{run}.json"
-    before = read(home, run)
+    before = read_machines(home, run)
     known = {f"{other}, where {run} began": machine for other, machine in before.items()}
     for named, machine in found.items():
         if not mixed:  # a run may go on with a newer fedquilt
             then = next((each.code for each in known.values()), machine.code)
-            require_alike(known, named, msgspec.structs.replace(machine, code=then), mixed=False)
+            require_same_results(known, named, msgspec.structs.replace(machine, code=then), mixed=False)
     with doing(f"write {path}"):
-        PRIVATE.make(path.parent)
-        PRIVATE.put(path, checked.encode(Machines({**before, **found})), durable=False)
+        PRIVATE.make_folder(path.parent)
+        PRIVATE.write_atomically(path, checked.encode_with_checksum(Machines({**before, **found})), durable=False)
 
 
-def read(home: Path, run: str) -> dict[str, Machine]:
-    """Machines that a run was computed on, by name; empty: none were noted."""
+def read_machines(home: Path, run: str) -> dict[str, Machine]:
+    """Return the recorded machines of a run by name, empty if the file is missing or damaged."""
     path = home / "machines" / f"{run}.json"
     try:
-        return checked.decode(path.read_bytes(), Machines).workers
+        return checked.decode_with_checksum(path.read_bytes(), Machines).workers
     except FileNotFoundError:
         return {}
     except checked.DamagedFileError as error:
@@ -149,20 +144,19 @@ def read(home: Path, run: str) -> dict[str, Machine]:
         return {}
 
 
-def lines(found: Mapping[str, Machine]) -> list[str]:
-    """A line for each kind of machine, with how many there are of it."""
+def format_machines(found: Mapping[str, Machine]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for named, machine in found.items():
         kinds.setdefault(str(machine), []).append(named)
     return [f"{', '.join(names)}: {kind}" for kind, names in kinds.items()]
 
 
-def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+def _format_differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     odd = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     return "; ".join(f"{name} {there.get(name, 'missing')}, not {here.get(name, 'missing')}" for name in odd)
 
 
-def _processor() -> str:
+def _read_processor_model() -> str:
     told: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
@@ -174,8 +168,8 @@ def _processor() -> str:
     return f"{model} ({platform.machine()})"
 
 
-def _gpus() -> tuple[str, ...]:
-    """Models of NVIDIA's GPUs, without loading a library for it; () where a process is to see none."""
+def _read_gpu_models() -> tuple[str, ...]:
+    # read from /proc, because loading a GPU library is slow
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()
     found = []
@@ -186,8 +180,8 @@ def _gpus() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _own_code() -> str:
-    """The sha256 of fedquilt's Python files, the same in a checkout, where folders are links, and installed."""
+def _compute_code_digest() -> str:
+    # the digest is equal for a checkout with symbolic links and an installed package
     folder, digest, files = Path(fedquilt.__file__).parent, hashlib.sha256(), []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if each != "__pycache__"]

@@ -1,8 +1,7 @@
-"""Orders on their way to another machine: files are named by their content, and what comes of them is bytes.
+"""Messages that carry work requests to another machine.
 
-The machine of the pool has all files. It sends an order with the sha256 of each instead of its path (`packed`), the
-other one puts its own paths in their places (`unpacked`), and what was made there is written here (`received`), as if
-a worker of this machine had written it.
+`pack_request` replaces the path of each file with its sha256, `unpack_request` inserts the paths of the other
+machine, and `write_outputs` writes the received outputs as a worker of this machine would have.
 """
 
 from __future__ import annotations
@@ -21,53 +20,47 @@ from fedquilt.tools.simulation.workers import Done, Setup, Work
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """To a worker, first: what it is to be ready for."""
-
     engine: str
     modules: tuple[str, ...]  # of plug-ins, whose content it reports
     folder: str  # name of the folder that the workers of its node share
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """To a worker: the examples, which come in pieces."""
-
     setup: Setup  # its file is to be replaced
     sha256: str  # of the file
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """To a worker: orders, with the sha256 of each file in place of its path."""
+    """Message with work requests, in which a sha256 stands for each file."""
 
     work: Work
     contents: tuple[str, ...]  # the files that can be had, in the order in which they are offered
 
 
 class Made(msgspec.Struct, frozen=True):
-    """From a worker: what has come of its orders."""
-
     done: list[Done]
     private: dict[str, bytes]  # private state that was left, by sha256
 
 
-def packed(order: Order) -> tuple[Order, dict[str, str]]:
-    """An order without paths, and the file of each content that it names."""
+def pack_request(order: Order) -> tuple[Order, dict[str, str]]:
+    """Return a work request without paths, and the path of each file by sha256."""
     files = {order.task.bundles[name].sha256: path for name, path in order.bundles.items()}
     private = None
     if order.private is not None:
-        private = REAL.digest(order.private)
+        private = REAL.hash_file(order.private)
         files[private] = order.private
     if (honest := adversaries.honest_file(order)) is not None:
-        files[REAL.digest(honest)] = honest
-        order = adversaries.informed(order, REAL.digest(honest))
+        files[REAL.hash_file(honest)] = honest
+        order = adversaries.add_honest_mean(order, REAL.hash_file(honest))
     bundles = {name: order.task.bundles[name].sha256 for name in order.bundles}
     sent = replace(order, bundles=bundles, private=private, cache="", out="", whole_bytes=sys.maxsize)
     return sent, files
 
 
-def unpacked(order: Order, find: Callable[[str], str], cache: str, out: str) -> Order:
-    """The order with this machine's paths; `find` has the file of a content."""
+def unpack_request(order: Order, find: Callable[[str], str], cache: str, out: str) -> Order:
+    """Return the work request with paths of this machine. `find` returns the path of a sha256."""
     if (honest := adversaries.honest_file(order)) is not None:
-        order = adversaries.informed(order, find(honest))
+        order = adversaries.add_honest_mean(order, find(honest))
     return replace(
         order,
         bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
@@ -77,11 +70,14 @@ def unpacked(order: Order, find: Callable[[str], str], cache: str, out: str) -> 
     )
 
 
-def received(orders: Sequence[Order], made: Made) -> list[Done]:
-    """Write what a worker made into the orders' own folders; what is left is what a worker of this machine returns.
+def write_outputs(orders: Sequence[Order], made: Made) -> list[Done]:
+    """Write the outputs of a remote worker into the folders of the work requests.
+
+    Returns:
+        Results with the small blobs alone, as a worker of this machine returns them.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If a file cannot be written.
     """
     found = []
     for order, done in zip(orders, made.done, strict=True):
@@ -98,8 +94,7 @@ def received(orders: Sequence[Order], made: Made) -> list[Done]:
     return found
 
 
-def pieces(path: str, size: int) -> Iterable[bytes]:
-    """The bytes of a file, so many at a time."""
+def read_pieces(path: str, size: int) -> Iterable[bytes]:
     with open(path, "rb") as file:
         while piece := file.read(size):
             yield piece

@@ -1,15 +1,13 @@
-"""Warm workers that carry out many devices' orders: the same bits for 1 or N, on this machine or on several.
+"""Pool of workers, with results that do not depend on the number of workers.
 
-Which orders are carried out together (`hands.carry_out`) follows from their order alone, never from the number of
-workers, as training in one graph decides the last bits of a result. Whether they can be is learnt as it goes: the
-first order of a run goes alone, and each call's first answer speaks for the next.
+Training in one graph affects the last bits of a result. Therefore the grouping of work requests
+(`hands.run_requests`) follows from their order alone, never from the number of workers. The first request of a run is
+run alone, and the first reply of each call decides whether the next call groups requests.
 
-Orders may be announced before they are asked for, one by one as a round's devices begin them (`coming`, `begun`): a
-worker that is free begins them at once. What has come of announced orders counts only if exactly these are then asked
-for; otherwise it is thrown away, and they are carried out as if nothing had been announced.
+Work requests can be announced as the devices of a round start them (`expect_requests`, `prefetch`), and idle workers
+start them at once. Results count only if exactly these requests are run later.
 
-An order has the same outcome wherever and however often it is carried out. So orders of a worker that is lost are
-given to another.
+A work request has the same result wherever and however often it is run, so requests of a lost worker go to another.
 """
 
 from __future__ import annotations
@@ -40,41 +38,37 @@ LOST: Final = 3  # workers lost with the same orders, after which these are take
 
 @dataclass
 class Package:
-    """Orders that go to one worker together."""
-
     orders: Sequence[Order]
     given: bool = False  # whether a worker has it, or has had it
     answer: Answer | None = None
     sum: bytes | None = None  # of the updates in it, once its worker has made it
     lost: int = 0  # how many workers have been lost that had it
 
-    def holds(self, orders: Sequence[Order]) -> bool:
-        """Whether it is of exactly these orders, not of equal ones: their files are theirs alone."""
+    def consists_of(self, orders: Sequence[Order]) -> bool:
+        # compares identity, because equal requests can have different files
         return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
 
 
 class Sums(Protocol):
-    """Who is to have the sums of what orders come to."""
-
-    def state_of(self, orders: Sequence[Order]) -> str:
-        """File of the state of the round that these orders are of; "": they are not to be folded."""
+    def find_state_file(self, orders: Sequence[Order]) -> str:
+        """Return the file of the method state to fold updates with, or "" to disable folding."""
         ...
 
-    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: Callable[[], bytes]) -> None:
-        """Take what waits for the packed sum of those outcomes that are updates; they follow one by one."""
+    def receive_sum(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: Callable[[], bytes]) -> None:
+        """Receive a function that returns the packed sum of updates. The results follow one by one."""
         ...
 
 
 class Pool:
-    """Workers for one fleet, alive within `with`.
+    """Workers for one fleet, started and stopped by `with`.
 
     Args:
-        workers: not started yet.
-        members: asked for once, one by one: their examples are written to a file.
-        together: train orders in one graph that the engine can.
+        workers: Workers that are not started yet.
+        members: Devices, iterated once. Their examples are written to a file.
+        together: Train work requests in one graph where the engine can.
 
     Raises:
-        PoolError: a worker ends unasked; says its last words.
+        PoolError: If a worker has ended unexpectedly.
     """
 
     def __init__(self, workers: Workers, members: Iterable[Member], *, together: bool = False) -> None:
@@ -93,32 +87,31 @@ class Pool:
         self.folder = self._scratch.path
         try:
             self._workers.start(self.folder)
-            self._workers.begin(Setup(str(self.folder / "examples"), self._lay_out()))
+            self._workers.send_setup(Setup(str(self.folder / "examples"), self._write_examples()))
         except BaseException:
-            self._end(now=True)
+            self._stop_workers(now=True)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(now=kind is not None)
+        self._stop_workers(now=kind is not None)
 
-    def _end(self, *, now: bool) -> None:
+    def _stop_workers(self, *, now: bool) -> None:
         self._workers.stop(now=now)
         self._scratch.cleanup()
 
-    def warm(self) -> None:
-        """Wait until the workers are ready."""
-        self._workers.warm()
+    def wait_until_ready(self) -> None:
+        self._workers.wait_until_ready()
 
-    def coming(self, count: int) -> None:
-        """Expect so many orders, in the order of `begun`; earlier announcements that nobody asked for are forgotten."""
-        self._sizes, self._begun = deque(self._split(count)), []
+    def expect_requests(self, count: int) -> None:
+        """Expect `count` announced work requests, and discard earlier ones that were not run."""
+        self._sizes, self._begun = deque(self._choose_package_sizes(count)), []
         self._ahead.clear()
 
-    def begun(self, order: Order) -> None:
-        """Announce an order. A worker that is free begins the package that it completes."""
+    def prefetch(self, order: Order) -> None:
+        """Announce a work request. An idle worker starts the package that the request completes."""
         if not self._sizes:
             return
         self._begun.append(order)
@@ -127,29 +120,29 @@ class Pool:
         self._sizes.popleft()
         self._ahead.append(Package(self._begun))
         self._begun = []
-        with contextlib.suppress(PoolError):  # a worker has died: `carry_out` will find out, and says why
-            self._collect(block=False)
-            self._hand_out(self._ahead)
+        with contextlib.suppress(PoolError):  # a worker has died: `run_requests` will find out, and says why
+            self._collect_replies(block=False)
+            self._assign_packages(self._ahead)
 
-    def fold_for(self, sums: Sums) -> None:
-        """Have what orders come to folded by the workers, and say so to `sums`."""
+    def set_sum_receiver(self, sums: Sums) -> None:
+        """Let the workers fold updates, and deliver the partial sums to `sums`."""
         self._sums = sums
 
-    def carry_out(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Outcome]]:
-        """Outcomes of the orders, in their order, each as soon as it is there."""
+    def run_requests(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Outcome]]:
+        """Yield each work request with its result, in order and as early as possible."""
         if not orders:
             return
         packages, following = [], iter(orders)
-        for size in self._split(len(orders)):
+        for size in self._choose_package_sizes(len(orders)):
             group = tuple(itertools.islice(following, size))
-            ahead = next((each for each in self._ahead if each.holds(group)), None)
+            ahead = next((each for each in self._ahead if each.consists_of(group)), None)
             packages.append(ahead or Package(group))
         self._ahead = [each for each in self._ahead if each not in packages]
         first, following = True, iter(orders)
-        for package, answer in zip(packages, self._spread(packages), strict=True):
+        for package, answer in zip(packages, self._run_packages(packages), strict=True):
             if answer.summed and self._sums is not None:
-                self._sums.summed(
-                    package.orders, [done.outcome for done in answer.done], partial(self._sum_of, package)
+                self._sums.receive_sum(
+                    package.orders, [done.outcome for done in answer.done], partial(self._wait_for_sum, package)
                 )
             for done in answer.done:
                 if first:
@@ -158,42 +151,36 @@ class Pool:
 
     # -- within -----------------------------------------------------------------------------------
 
-    def _split(self, count: int) -> list[int]:
-        """How many of so many orders go together: about as many each time, TOGETHER at most."""
+    def _choose_package_sizes(self, count: int) -> list[int]:
+        # equal sizes of at most TOGETHER, and 1 while batching is not known to work
         if not self._joint:  # whether more go together is not known, or was not so when asked last
             return [1] * count
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
-    def _spread(self, packages: Sequence[Package]) -> Iterator[Answer]:
-        """Hand the packages out to whichever worker is free; yields their answers in the packages' order."""
+    def _run_packages(self, packages: Sequence[Package]) -> Iterator[Answer]:
+        # yields the replies in the order of the packages
         for wanted in packages:
-            self._hand_out(packages)
+            self._assign_packages(packages)
             while wanted.answer is None:
-                self._collect(block=True)
-                self._hand_out(packages)
+                self._collect_replies(block=True)
+                self._assign_packages(packages)
             answer, wanted.answer = wanted.answer, None
             yield answer
-            self._collect(block=False)  # whoever is done meanwhile shall not wait
+            self._collect_replies(block=False)  # whoever is done meanwhile shall not wait
 
-    def _hand_out(self, packages: Sequence[Package]) -> None:
-        """Give packages to the workers that are free, one to each."""
+    def _assign_packages(self, packages: Sequence[Package]) -> None:
         left = (each for each in packages if not each.given)
         for worker in self._workers.ready:
             if worker not in self._given:
                 if (package := next(left, None)) is None:
                     return
                 package.given = True
-                state = self._sums.state_of(package.orders) if self._sums is not None else ""
-                self._workers.give(worker, Work(tuple(package.orders), self._together, state))
+                state = self._sums.find_state_file(package.orders) if self._sums is not None else ""
+                self._workers.send_work(worker, Work(tuple(package.orders), self._together, state))
                 self._given[worker] = package
 
-    def _collect(self, *, block: bool) -> None:
-        """Take the answers and sums that workers have made; with `block` wait until something has happened.
-
-        Raises:
-            PoolError: several workers were lost with the same orders; names their devices.
-        """
-        for worker, answer in self._workers.done(block=block):
+    def _collect_replies(self, *, block: bool) -> None:
+        for worker, answer in self._workers.receive_replies(block=block):
             package = self._given[worker]
             if answer is None or isinstance(answer, Sum) or not answer.summed:
                 del self._given[worker]
@@ -210,19 +197,18 @@ class Pool:
                         "needs more memory than a node has; give fewer --workers, or a smaller network or batch"
                     )
 
-    def _sum_of(self, package: Package) -> bytes:
-        """Wait for a package's sum; b"": there is none, so that its updates are folded one by one."""
+    def _wait_for_sum(self, package: Package) -> bytes:
+        # an empty sum makes the coordinator fold the updates one by one
         with contextlib.suppress(PoolError):  # a worker has died: the next orders find out, and say why
             while package.sum is None:
-                self._collect(block=True)
+                self._collect_replies(block=True)
         return package.sum or b""
 
-    def _lay_out(self) -> dict[str, Share]:
-        """Write everybody's examples into one file; where they are."""
+    def _write_examples(self) -> dict[str, Share]:
         shares: dict[str, Share] = {}
         with (self.folder / "examples").open("wb") as file:
 
-            def put(array: np.ndarray) -> Place:
+            def write_array(array: np.ndarray) -> Place:
                 if array.dtype.kind not in "uifb":
                     raise core.DataError(f"examples of type {array.dtype}: expected numbers")
                 place = Place(file.tell(), array.shape, array.dtype.str)
@@ -232,5 +218,7 @@ class Pool:
             for member in self._members:
                 train, held = member.train, member.held
                 self.held[member.device] = len(held)
-                shares[member.device] = Share((put(train.x), put(train.y)), (put(held.x), put(held.y)))
+                shares[member.device] = Share(
+                    (write_array(train.x), write_array(train.y)), (write_array(held.x), write_array(held.y))
+                )
         return shares

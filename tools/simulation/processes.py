@@ -1,6 +1,6 @@
-"""Workers of a pool as warm processes on this machine: one imports the engine's library and forks the others.
+"""Workers of a pool as processes on this machine.
 
-So they share its memory. Orders name files, which each worker reads once, however many devices they are for.
+The first process imports the engine's library and forks the others, so all share its memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ WORKERS_MOST: Final = 256  # each takes two open files of this process
 
 
 class Processes:
-    """`Workers` as processes that end with this one.
+    """Workers as processes that end with this process.
+
+    All methods raise PoolError if a worker has ended unexpectedly.
 
     Args:
-        engine: "torch", "numpy" or "onnx": what they import before anything is asked of them.
-        count: how many.
-        modules: top-level modules of plug-ins that the job needs.
-
-    Raises, from every method:
-        PoolError: a worker has ended unasked; says its last words.
+        engine: "torch", "numpy" or "onnx", imported before the first work request.
+        count: Number of workers.
+        modules: Top-level modules of plug-ins that the job needs.
     """
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
@@ -51,11 +50,12 @@ class Processes:
         self._sockets: list[socket.socket] = []
         self._blobs: list[int] = []  # files in memory, one for each worker
         self._process: subprocess.Popen[bytes] | None = None
-        self._oom_kills = budget.oom_kills()
-        self.machines = {machines.name(): machines.here(modules, SINGLE["OMP_NUM_THREADS"])}
+        self._oom_kills = budget.count_oom_kills()
+        self.machines = {
+            machines.get_machine_name(): machines.describe_this_machine(modules, SINGLE["OMP_NUM_THREADS"])
+        }
 
     def start(self, folder: Path) -> None:
-        """Start the first, which forks the others."""
         self._said = folder / "said"
         ends: list[socket.socket] = []
         for _ in range(self._count):
@@ -80,41 +80,36 @@ class Processes:
         for index, each in enumerate(self._sockets):
             self._selector.register(each, selectors.EVENT_READ, index)
 
-    def begin(self, setup: Setup) -> None:
-        """Send each what comes before all orders."""
+    def send_setup(self, setup: Setup) -> None:
         payload = msgspec.msgpack.encode(setup)
         for each in self._sockets:
-            self._send(each, payload)
+            self._send_message(each, payload)
 
-    def warm(self) -> None:
-        """Wait until every worker is ready."""
+    def wait_until_ready(self) -> None:
         for each in self._sockets:
-            self._send(each, msgspec.msgpack.encode(Work()))
+            self._send_message(each, msgspec.msgpack.encode(Work()))
         for each in self._sockets:
-            self._receive(each)
+            self._receive_message(each)
 
     @property
     def pid(self) -> int:
-        """Process id of the first worker, whose children the others are."""
+        """Process id of the first worker, the parent of all other workers."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def ready(self) -> range:
-        """All of them: what they are sent waits until they have started."""
+        # a socket buffers the requests of a worker that is still starting
         return range(self._count)
 
-    def give(self, worker: int, work: Work) -> None:
-        """Send orders. A worker reads when we write, so neither side waits for the other to read."""
-        self._send(self._sockets[worker], msgspec.msgpack.encode(work))
+    def send_work(self, worker: int, work: Work) -> None:
+        self._send_message(self._sockets[worker], msgspec.msgpack.encode(work))
 
-    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | Sum | None]]:
-        """Take the answers of workers that are done, and sums that follow; with `block` wait until there is one."""
+    def receive_replies(self, *, block: bool) -> Iterator[tuple[int, Answer | Sum | None]]:
         for key, _ in self._selector.select(None if block else 0):
-            yield key.data, FROM.decode(self._receive(self._sockets[key.data])).whole(self._blobs[key.data])
+            yield key.data, FROM.decode(self._receive_message(self._sockets[key.data])).whole(self._blobs[key.data])
 
     def stop(self, *, now: bool) -> None:
-        """Close the sockets: the end of its orders is the end of a worker."""
         self._selector.close()
         for each in self._sockets:
             each.close()
@@ -125,27 +120,27 @@ class Processes:
                 self._process.kill()
             self._process.wait()
 
-    def _send(self, to: socket.socket, payload: bytes) -> None:
+    def _send_message(self, to: socket.socket, payload: bytes) -> None:
         try:
             to.sendall(LENGTH.pack(len(payload)) + payload)
         except OSError:
-            raise self._dead() from None
+            raise self._make_worker_error() from None
 
-    def _receive(self, of: socket.socket) -> bytearray:
+    def _receive_message(self, of: socket.socket) -> bytearray:
         try:
-            answer = receive(of)
+            answer = receive_message(of)
         except OSError:
             answer = None
         if answer is None:
-            raise self._dead()
+            raise self._make_worker_error()
         return answer
 
-    def _dead(self) -> PoolError:
-        """Why a worker has ended, and the mend. Only the first one's exit status is to be had."""
+    def _make_worker_error(self) -> PoolError:
+        # only the exit status of the first process is available, because it is the parent of all workers
         said = self._said.read_text(errors="replace").strip()
         words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
         fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
-        if exhausted.tells_of_memory(said):
+        if exhausted.is_out_of_memory_text(said):
             return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
         if TRACEBACK in said:
             return PoolError(f"a worker of the pool has ended; {words}")
@@ -156,7 +151,7 @@ class Processes:
         if status is not None and status not in (0, -signal.SIGKILL):
             how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with code {status}"
             return PoolError(f"a worker of the pool {how}; {words}")
-        kills = budget.oom_kills()
+        kills = budget.count_oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
             return PoolError(f"the kernel ran out of memory and killed a worker of the pool most likely: give {fewer}")
         return PoolError(
@@ -166,16 +161,15 @@ class Processes:
 
 
 class Apart(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An answer without the bytes of its bundles: these lie one behind the other in a file in memory.
+    """Reply whose blobs are in a memory file, one after another.
 
-    Nobody waits there for the other side to read, as at a socket, which holds less than an answer may have.
+    A socket would block both sides, because its buffer is smaller than a reply can be.
     """
 
     answer: Answer
     blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
 
-    def whole(self, file: int) -> Answer:
-        """The answer with its bytes."""
+    def read_from_file(self, file: int) -> Answer:
         size = sum(size for blobs in self.blobs for _, size in blobs)
         if not size:
             return self.answer
@@ -190,21 +184,20 @@ class Apart(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Behind(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A sum's place in the file in memory. What its worker is sent next would take this place: first it is read."""
+    """Location of a sum in a memory file. The sum must be read before the worker receives new work."""
 
     offset: int
     size: int
 
-    def whole(self, file: int) -> Sum:
-        """The sum."""
+    def read_from_file(self, file: int) -> Sum:
         return Sum(os.pread(file, self.size, self.offset))
 
 
 FROM: Final = msgspec.msgpack.Decoder(Apart | Behind)
 
 
-def apart(answer: Answer) -> tuple[Apart, list[bytes]]:
-    """An answer, and the bytes that go into the file in this order."""
+def detach_blobs(answer: Answer) -> tuple[Apart, list[bytes]]:
+    """Return a reply without its blobs, and the blobs in the order of the memory file."""
     blobs = [each.outcome.blobs for each in answer.done]
     bare = [Done(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
     sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
@@ -212,13 +205,13 @@ def apart(answer: Answer) -> tuple[Apart, list[bytes]]:
     return Apart(Answer(bare, answer.summed), sizes), pieces
 
 
-def receive(of: socket.socket) -> bytearray | None:
-    """One message; None: there are no more."""
-    head = _exactly(of, LENGTH.size)
-    return None if head is None else _exactly(of, LENGTH.unpack(head)[0])
+def receive_message(of: socket.socket) -> bytearray | None:
+    """Return the next message of a socket, or None at the end of the stream."""
+    head = _receive_exactly(of, LENGTH.size)
+    return None if head is None else _receive_exactly(of, LENGTH.unpack(head)[0])
 
 
-def _exactly(of: socket.socket, size: int) -> bytearray | None:
+def _receive_exactly(of: socket.socket, size: int) -> bytearray | None:
     payload = bytearray(size)
     view, have = memoryview(payload), 0
     while have < size:

@@ -1,4 +1,4 @@
-"""Which Ray a fleet's workers run on: one that this machine is a node of, one elsewhere, or one started for the run."""
+"""Connection to a Ray cluster: by address, of this machine, or newly started."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ TOKEN: Final = {"RAY_AUTH_MODE": "token"}
 
 
 class Connected(NamedTuple):
-    """A connection to Ray."""
-
     ray: Any  # the module
     ours: bool  # whether it is to be closed at the end: the program was not connected before
     own: bool  # whether this Ray was started for the run, with the workers' environment
 
 
-def chosen(engine: str, environ: Mapping[str, str]) -> str:
-    """The engine that a word stands for: "pool", "ray", or the address of a cluster.
+def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
+    """Return "pool", "ray" or the address of a cluster for an engine name.
 
-    "auto" is a pool of processes on one machine, and Ray where RAY_ADDRESS says that this process belongs to a cluster.
+    "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
 
     Raises:
-        JobError: no such engine.
+        JobError: If the name is none of auto, pool, ray and ray://HOST:PORT.
     """
     if engine == "auto":
         return "ray" if environ.get("RAY_ADDRESS") else "pool"
@@ -55,10 +53,11 @@ def chosen(engine: str, environ: Mapping[str, str]) -> str:
     raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
 
 
-def running(environ: Mapping[str, str]) -> str | None:
-    """Address of the Ray that this machine is a node of: RAY_ADDRESS, or what `ray start` notes; None: there is none.
+def find_ray_address(environ: Mapping[str, str]) -> str | None:
+    """Return the address of the Ray cluster that this machine is a node of, or None.
 
-    Ray itself would also take one that somebody else's program has started for itself.
+    The address is RAY_ADDRESS, or the one that `ray start` has stored. Ray itself would also accept a cluster that
+    another program has started for its own use.
     """
     if address := environ.get("RAY_ADDRESS"):
         return address
@@ -69,18 +68,18 @@ def running(environ: Mapping[str, str]) -> str | None:
         return None
 
 
-def connect(engine: str, processors: int | None) -> Connected:
-    """Load Ray, and connect to a cluster unless this process is connected to one.
+def connect_to_ray(engine: str, processors: int | None) -> Connected:
+    """Import Ray, and connect to a cluster unless this process is connected already.
 
     Args:
         engine: "ray" or an address.
-        processors: of a Ray that is started for the run; None: the cores that this process may use.
+        processors: Number of processors of a Ray that is started here, or None for the cores of this process.
 
     Raises:
-        JobError: Ray is not installed.
-        PoolError: no cluster answers, or it is of another version.
+        JobError: If Ray is not installed.
+        PoolError: If no cluster is reachable, or its version differs.
     """
-    there = engine if engine != "ray" else running(os.environ)
+    there = engine if engine != "ray" else find_ray_address(os.environ)
     how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if not there:
         how |= {
@@ -91,31 +90,30 @@ def connect(engine: str, processors: int | None) -> Connected:
         }
     locked = engine.startswith(SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
     kept = {**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE}), **(TOKEN if locked else {})}
-    with _environment(kept):
-        ray = extras.load("ray")
+    with _set_environment(kept):
+        ray = extras.load_optional("ray")
         if ray.is_initialized():
             return Connected(ray, ours=False, own=False)
         try:
             if there:
-                _knock(there)
+                _require_listener(there)
             if locked:
                 ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
-            _init(ray, there, how)
+            _init_ray(ray, there, how)
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-            raise PoolError(_refusal(ray, there, " ".join(str(error).split()))) from None
+            raise PoolError(_format_connection_error(ray, there, " ".join(str(error).split()))) from None
     return Connected(ray, ours=True, own=not there)
 
 
 def _has_token(environ: Mapping[str, str]) -> bool:
-    """Whether Ray would find a token. A head enables tokens where it finds one; a client has to be told to send it."""
+    # a head node enables tokens if it finds one, but a client needs TOKEN to send it
     path = environ.get("RAY_AUTH_TOKEN_PATH")
     return (
         bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
     )
 
 
-def _refusal(ray: Any, there: str | None, said: str) -> str:
-    """Why Ray was not reached or started, and the mend; `said` are Ray's own words."""
+def _format_connection_error(ray: Any, there: str | None, said: str) -> str:
     if not there:
         return f"Ray could not be started ({said[:300]}): `fedquilt fleet --engine pool` needs none"
     told = VERSIONS.findall(said)
@@ -133,15 +131,11 @@ def _refusal(ray: Any, there: str | None, said: str) -> str:
     )
 
 
-def _init(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
-    """Connect to Ray, or start it.
-
-    A client server starts a process for each client; one that ends amid its start, as a server's first process at
-    times does, is asked for again.
-    """
+def _init_ray(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
+    # the first process of a client server sometimes ends during its start, so the connection is tried again
     for left in reversed(range(ATTEMPTS)):
         try:
-            with _signals_kept():
+            with _restore_sigterm_handler():
                 ray.init(address=there or "local", **how)
             return
         except ConnectionAbortedError as error:
@@ -150,12 +144,8 @@ def _init(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
             log.warning("the client server at %s had no process for this command, and is asked again: %s", there, error)
 
 
-def _knock(address: str) -> None:
-    """Try whether anybody listens at an address: Ray waits for minutes for a cluster that is gone.
-
-    Raises:
-        OSError: nobody does.
-    """
+def _require_listener(address: str) -> None:
+    # Ray itself waits for minutes for a cluster that is gone
     host, colon, port = address.removeprefix(SCHEME).rpartition(":")
     if colon and port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
@@ -163,8 +153,7 @@ def _knock(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables that Ray, and the processes that it starts now, find in their environment."""
+def _set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -178,8 +167,8 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Have SIGTERM end this process as before, where Ray would handle it."""
+def _restore_sigterm_handler() -> Iterator[None]:
+    # ray.init replaces the handler
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -1,7 +1,7 @@
-"""A worker of a pool on a node of a Ray cluster: it runs `pool_worker.Worker`, as the processes of one machine do.
+"""Worker of a pool as an actor on a node of a Ray cluster.
 
-Its arguments and answers are bytes of our own encoding, and references to such bytes in Ray's object store. What the
-workers of a node have fetched or made lies in a folder that they share, each file once, named by its sha256.
+Arguments and replies are bytes in our own encoding, and references to such bytes in Ray's object store. The workers
+of a node share a folder, in which each file is stored once under its sha256.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ Fetch = Callable[[Any], bytes]
 
 
 class Files:
-    """Files of a node by their content. A file in use has a second name, in its worker's own folder.
+    """Content-addressed files that the workers of a node share.
+
+    Files in use are also linked into the worker's own folder.
 
     Args:
-        folder: that the workers of the node share.
-        own: a folder of this worker alone.
-        fetch: the bytes of a reference.
-        most_bytes: what the shared files may hold together.
+        folder: Folder that the workers of the node share.
+        own: Folder of this worker.
+        fetch: Function that returns the bytes of a reference.
+        most_bytes: Limit of the shared files' total size.
     """
 
     def __init__(self, folder: Path, own: Path, fetch: Fetch, most_bytes: int = MOST_BYTES) -> None:
@@ -46,11 +48,11 @@ class Files:
         for each in (self._shared, own):
             each.mkdir(exist_ok=True)
 
-    def find(self, sha256: str, reference: Any) -> str:
-        """Path of a content: from this node, or fetched.
+    def ensure_file(self, sha256: str, reference: Any) -> str:
+        """Return the path of a file with this sha256, fetched from the object store if missing.
 
         Raises:
-            StoreError: what was fetched is not that content, or cannot be written.
+            StoreError: If the fetched bytes have another digest, or cannot be written.
         """
         path = self._own / sha256
         if not path.exists():
@@ -58,14 +60,14 @@ class Files:
                 os.link(self._shared / sha256, path)
                 os.utime(path)
             except FileNotFoundError:
-                self.put(sha256, self._fetch(reference))
+                self.store_file(sha256, self._fetch(reference))
         return str(path)
 
-    def put(self, sha256: str, payload: bytes) -> None:
-        """Keep a content for all workers of the node.
+    def store_file(self, sha256: str, payload: bytes) -> None:
+        """Write a file for all workers of the node.
 
         Raises:
-            StoreError: it has another digest.
+            StoreError: If the bytes have another digest.
         """
         if hashlib.sha256(payload).hexdigest() != sha256:
             raise StoreError(f"content {sha256[:12]} came damaged from the object store")
@@ -75,8 +77,8 @@ class Files:
         with contextlib.suppress(FileExistsError):
             os.link(self._own / sha256, self._shared / sha256)
 
-    def rest(self, used: Sequence[str]) -> None:
-        """Give up this worker's names of files that were not used last, and the oldest files of a full folder."""
+    def evict_files(self, used: Sequence[str]) -> None:
+        """Unlink this worker's files that are not in `used`, and the oldest shared files above the limit."""
         for each in os.scandir(self._own):
             if each.name not in used:
                 os.unlink(each.path)
@@ -94,10 +96,10 @@ class Files:
 
 
 class Node:
-    """What Ray makes an actor of. Every method takes and returns bytes; the last word of a failure is its error.
+    """Worker as a Ray actor. All methods take and return msgpack bytes.
 
     Args:
-        asked: `parcels.Asked`.
+        asked: Encoded `parcels.Asked`.
     """
 
     def __init__(self, asked: bytes) -> None:
@@ -108,9 +110,9 @@ class Node:
         self._worker: pool_worker.Worker | None = None
 
     def hello(self) -> bytes:
-        """Import what is heavy; returns the machine, as `machines.Machine`."""
-        told = machines.here(self._asked.modules)
-        pool_worker.prepare(self._asked.engine)
+        """Import the engine, and return the encoded `machines.Machine` of this node."""
+        told = machines.describe_this_machine(self._asked.modules)
+        pool_worker.import_engine(self._asked.engine)
         self._common = Common(self._asked.folder)
         self._own = self._common.path / f"worker-{os.getpid()}"
         self._out = self._common.path / f"made-{os.getpid()}"
@@ -118,40 +120,40 @@ class Node:
         return msgspec.msgpack.encode(told)
 
     def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
-        """Have the examples, which one worker of the node fetches; nothing is returned.
+        """Receive the examples. Only the first worker of a node fetches them. Return empty bytes.
 
         Raises:
-            StoreError: they are not those that were sent.
+            StoreError: If the received examples have another digest.
         """
         told = msgspec.msgpack.decode(begin, type=parcels.Begin)
         path = self._common.path / "examples"
         with (self._common.path / "examples.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                self._receive(path, told.sha256, pieces)
+                self._fetch_examples(path, told.sha256, pieces)
         self._worker = pool_worker.Worker(msgspec.structs.replace(told.setup, examples=str(path)))
         return b""
 
     def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
-        """Carry orders out; returns `parcels.Made`.
+        """Run work requests and return encoded `parcels.Made`.
 
         Args:
-            parcel: `parcels.Parcel`.
-            offered: references of the parcel's contents.
+            parcel: Encoded `parcels.Parcel`.
+            offered: References to the contents of the parcel.
 
         Raises:
-            StoreError: this node's disk failed, which is no fault of a device.
+            StoreError: If the disk of this node failed, which is not the fault of a device.
         """
         told = msgspec.msgpack.decode(parcel, type=parcels.Parcel)
         references = dict(zip(told.contents, offered, strict=True))
         caches = f"{self._common.path}/caches"
 
         def find(sha256: str) -> str:
-            return self._files.find(sha256, references[sha256])
+            return self._files.ensure_file(sha256, references[sha256])
 
-        orders = tuple(parcels.unpacked(each, find, caches, str(self._out)) for each in told.work.orders)
+        orders = tuple(parcels.unpack_request(each, find, caches, str(self._out)) for each in told.work.orders)
         assert self._worker is not None
-        done = self._worker.answer(Work(orders, told.work.together)).done
+        done = self._worker.run_batch(Work(orders, told.work.together)).done
         for each in done:
             if each.outcome.code == "disk":
                 raise StoreError(each.outcome.reason)
@@ -160,19 +162,19 @@ class Node:
             if (left := each.outcome.private) is not None:
                 payload = Path(f"{order.out}/{order.prefix}{PRIVATE}").read_bytes()
                 private[left.sha256] = payload
-                self._files.put(left.sha256, payload)
-        self._files.rest(told.contents)
+                self._files.store_file(left.sha256, payload)
+        self._files.evict_files(told.contents)
         shutil.rmtree(self._out, ignore_errors=True)
         return msgspec.msgpack.encode(parcels.Made(done, private))
 
     def leave(self) -> bytes:
-        """Give up this worker's files; those of the node go with its last worker."""
+        """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
         for each in (self._own, self._out):
             shutil.rmtree(each, ignore_errors=True)
-        self._common.leave()
+        self._common.release()
         return b""
 
-    def _receive(self, path: Path, sha256: str, pieces: Sequence[Any]) -> None:
+    def _fetch_examples(self, path: Path, sha256: str, pieces: Sequence[Any]) -> None:
         digest, part = hashlib.sha256(), path.with_suffix(".part")
         with part.open("wb") as file:
             for each in pieces:

@@ -1,7 +1,7 @@
-"""Workers of a pool on the nodes of a Ray cluster: one actor for each processor, all files by way of its object store.
+"""Workers of a pool on the nodes of a Ray cluster, one actor per processor.
 
-Ray starts processes, moves bytes and notices which nodes are lost; it decides nothing. What it is given are bytes of
-our own encoding and references to such bytes (docs/adr/0014-ray-for-simulated-fleets.md).
+Ray starts processes, moves bytes and detects lost nodes. It receives bytes in our own encoding and references to such
+bytes (docs/adr/0014-ray-for-simulated-fleets.md).
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ LEAVING_S: Final = 5.0
 
 @dataclass
 class Hired:
-    """One worker, as seen from here."""
-
     actor: Any
     node: str  # id
     state: Literal["hello", "begin", "ready"] = "hello"
@@ -48,15 +46,15 @@ class Hired:
 
 
 class RayWorkers:
-    """`Workers` on a Ray cluster.
+    """Workers on a Ray cluster.
 
     Args:
         engine: "torch", "numpy" or "onnx".
-        address: "ray": the Ray that this machine is a node of, or else one that is started here for the run;
-            "ray://HOST:PORT": the client server of a cluster.
-        count: how many workers; None: one for each processor of the cluster.
-        mixed: permit nodes whose processor, GPU or libraries differ.
-        modules: top-level modules of plug-ins that the job needs.
+        address: "ray" for the cluster of this machine or a new one, or "ray://HOST:PORT" for the client server of a
+            cluster.
+        count: Number of workers, or None for one per processor of the cluster.
+        mixed: Permit nodes whose processor, GPU or libraries differ.
+        modules: Top-level modules of plug-ins that the job needs.
     """
 
     def __init__(
@@ -85,29 +83,28 @@ class RayWorkers:
     # -- what a pool calls --
 
     def start(self, folder: Path) -> None:
-        """Connect, and start the workers."""
-        self._ray, self._connected, self._own = ray_cluster.connect(self._address, self._count)
-        nodes = self._nodes()
+        self._ray, self._connected, self._own = ray_cluster.connect_to_ray(self._address, self._count)
+        nodes = self._list_nodes()
         there = sum(nodes.values())
         if self._count is not None and self._count > there:
             raise JobError(f"{self._count} workers: the Ray cluster has {there} processors; give --workers {there}")
         self._actor = self._ray.remote(Node)
-        self._hire(self._count or there, nodes)
+        self._start_workers(self._count or there, nodes)
 
-    def begin(self, setup: Setup) -> None:
-        """Send the examples to each node as its first worker reports."""
-        self._begin = parcels.Begin(setup, REAL.digest(setup.examples))
+    def send_setup(self, setup: Setup) -> None:
+        # each node receives the examples when its first worker has reported
+        self._begin = parcels.Begin(setup, REAL.hash_file(setup.examples))
 
-    def warm(self) -> None:
-        """Wait until all workers are ready, or some are and the others find no free processor.
+    def wait_until_ready(self) -> None:
+        """Wait until all workers are ready, or some are and PATIENCE_S has passed.
 
         Raises:
-            JobError: a node differs, and nodes may not be mixed; or its code is another.
-            PoolError: none gets ready.
+            JobError: If the code of a node differs, or its platform without `mixed`.
+            PoolError: If no worker becomes ready.
         """
         began_s = time.monotonic()
         while any(each.state != "ready" for each in self._all.values()) or not self._all:
-            for _ in self.done(block=True):
+            for _ in self.receive_replies(block=True):
                 raise AssertionError("nobody has orders yet")
             if time.monotonic() > began_s + PATIENCE_S and any(self.ready):
                 log.warning("%d of %d workers are ready: the others find no processor", len(self.ready), len(self._all))
@@ -116,50 +113,46 @@ class RayWorkers:
 
     @property
     def ready(self) -> list[int]:
-        """Workers that have the examples."""
         return [number for number, each in self._all.items() if each.state == "ready"]
 
-    def give(self, worker: int, work: Work) -> None:
-        """Send orders; the files that they name are in the object store, and a node fetches what it lacks.
-
-        Nothing is folded there: the round's state is not among these files.
-        """
+    def send_work(self, worker: int, work: Work) -> None:
+        # workers on Ray do not fold: the state of the round is not among the files
         sent, files, orders = [], {}, work.orders
         for order in orders:
-            packed, named = parcels.packed(order)
+            packed, named = parcels.pack_request(order)
             sent.append(packed)
             files.update(named)
         shared = {ref.sha256 for order in orders for ref in order.task.bundles.values()}
-        offered = [self._offered(sha256, path, sha256 in shared) for sha256, path in files.items()]
+        offered = [self._get_object_reference(sha256, path, sha256 in shared) for sha256, path in files.items()]
         parcel = parcels.Parcel(Work(tuple(sent), work.together), tuple(files))
         given = self._all[worker]
         given.orders, given.held = orders, offered
-        self._call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
+        self._record_call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
 
-    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | None]]:
-        """Take what has come; a worker that is lost is replaced where its node is still there."""
+    def receive_replies(self, *, block: bool) -> Iterator[tuple[int, Answer | None]]:
+        # lost workers are replaced while their node is alive
         if block and not self._calls:
-            self._look()
-        for reference in self._come(LOOK_S if block else 0.0):
+            self._replace_lost_workers()
+        for reference in self._wait_for_calls(LOOK_S if block else 0.0):
             number = self._calls.pop(reference)
             hired = self._all[number]
             orders, hired.orders, hired.held = hired.orders, (), []
             try:
                 answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                self._lose(number, error)
+                self._remove_worker(number, error)
                 if orders:
                     yield number, None
                 continue
             if hired.state == "ready":
-                yield number, Answer(parcels.received(orders, msgspec.msgpack.decode(answer, type=parcels.Made)))
+                yield number, Answer(parcels.write_outputs(orders, msgspec.msgpack.decode(answer, type=parcels.Made)))
             else:
-                self._advance(number, hired, answer)
+                self._advance_startup(number, hired, answer)
         if block and time.monotonic() > self._looked_s + LOOK_S:
-            self._look()
+            self._replace_lost_workers()
 
     def stop(self, *, now: bool) -> None:
-        """End the workers, and a Ray that was started or connected to for them."""
+        """Stop the workers, and disconnect from Ray if `start` has connected."""
         if self._ray is None or not self._ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone has ended them
@@ -175,8 +168,7 @@ class RayWorkers:
 
     # -- within --
 
-    def _nodes(self) -> dict[str, int]:
-        """Nodes that are there, and how many processors each has."""
+    def _list_nodes(self) -> dict[str, int]:
         found = {}
         for node in self._ray.nodes():
             if node["Alive"] and (count := int(node["Resources"].get("CPU", 0))):
@@ -185,8 +177,8 @@ class RayWorkers:
                 self._names[node["NodeID"]] = f"{called} (Ray node {node['NodeID'][:8]})"
         return found
 
-    def _hire(self, wanted: int, nodes: Mapping[str, int]) -> None:
-        """Start so many workers, on the nodes in turn; none where several could not start."""
+    def _start_workers(self, wanted: int, nodes: Mapping[str, int]) -> None:
+        # distributed evenly over nodes, without those on which several workers have failed to start
         free = {
             node: count - sum(each.node == node for each in self._all.values())
             for node, count in nodes.items()
@@ -196,9 +188,9 @@ class RayWorkers:
             for node in able[:wanted]:
                 free[node] -= 1
                 wanted -= 1
-                self._start(node)
+                self._start_worker(node)
 
-    def _start(self, node: str) -> None:
+    def _start_worker(self, node: str) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         folder = f"{self._folder}-{node[:12]}"
@@ -209,50 +201,45 @@ class RayWorkers:
             runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
         ).remote(msgspec.msgpack.encode(asked))
         self._all[self._number] = Hired(actor, node)
-        self._call(self._number, actor.hello.remote())
+        self._record_call(self._number, actor.hello.remote())
         self._number += 1
 
-    def _call(self, worker: int, reference: Any) -> None:
+    def _record_call(self, worker: int, reference: Any) -> None:
         self._calls[reference] = worker
 
-    def _come(self, timeout_s: float) -> list[Any]:
-        """References of the calls that have ended, well or not."""
+    def _wait_for_calls(self, timeout_s: float) -> list[Any]:
         if not self._calls:
             return []
         waiting = list(self._calls)
         come, _ = self._ray.wait(waiting, num_returns=1, timeout=timeout_s)
         return self._ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if come else []
 
-    def _advance(self, number: int, hired: Hired, answer: bytes) -> None:
-        """Bring a worker that is not ready yet one step further."""
+    def _advance_startup(self, number: int, hired: Hired, answer: bytes) -> None:
         if hired.state == "begin":
             hired.state, self._failed[hired.node] = "ready", 0
             if not any(each.state == "begin" for each in self._all.values()):
                 self._pieces = []
             return
-        if not self._welcome(number, hired, answer):
+        if not self._admit_machine(number, hired, answer):
             return
         assert self._begin is not None
         hired.state = "begin"
         if not self._pieces:
-            self._pieces = [self._ray.put(each) for each in parcels.pieces(self._begin.setup.examples, PIECE_BYTES)]
-        self._call(number, hired.actor.begin.remote(msgspec.msgpack.encode(self._begin), self._pieces))
+            self._pieces = [
+                self._ray.put(each) for each in parcels.read_pieces(self._begin.setup.examples, PIECE_BYTES)
+            ]
+        self._record_call(number, hired.actor.begin.remote(msgspec.msgpack.encode(self._begin), self._pieces))
 
-    def _welcome(self, number: int, hired: Hired, answer: bytes) -> bool:
-        """Whether a worker's machine may take part.
-
-        Raises:
-            JobError: it may not, and the run has not begun.
-        """
+    def _admit_machine(self, number: int, hired: Hired, answer: bytes) -> bool:
         named = self._names[hired.node]
         try:
             try:
                 machine = msgspec.msgpack.decode(answer, type=Machine)
             except msgspec.ValidationError as error:
                 raise JobError(f"{named} has another version of fedquilt ({error}): install the same there") from None
-            here = machines.here(self._modules)
-            machines.require_alike({"this machine": here}, named, machine, mixed=True)
-            machines.require_alike(self.machines, named, machine, mixed=self._mixed)
+            here = machines.describe_this_machine(self._modules)
+            machines.require_same_results({"this machine": here}, named, machine, mixed=True)
+            machines.require_same_results(self.machines, named, machine, mixed=self._mixed)
         except JobError as error:
             if not self._warmed:
                 raise
@@ -264,8 +251,7 @@ class RayWorkers:
         self.machines.setdefault(named, machine)
         return True
 
-    def _lose(self, number: int, error: BaseException) -> None:
-        """Forget a worker that is gone or has failed."""
+    def _remove_worker(self, number: int, error: BaseException) -> None:
         hired = self._all.pop(number)
         self._words = " ".join(str(error).split())[-500:]
         if hired.state != "ready":
@@ -273,28 +259,23 @@ class RayWorkers:
         log.warning("a worker on %s is lost, and its orders go to another: %s", self._names[hired.node], self._words)
         with contextlib.suppress(Exception):
             self._ray.kill(hired.actor)
-        self._look()
+        self._replace_lost_workers()
 
-    def _look(self) -> None:
-        """Replace lost workers, on nodes that there are.
-
-        Raises:
-            PoolError: no worker is left, and no node on which one could start.
-        """
+    def _replace_lost_workers(self) -> None:
         self._looked_s = time.monotonic()
         try:
-            nodes = self._nodes()
+            nodes = self._list_nodes()
         except Exception as error:  # the cluster's head is gone
             raise PoolError(f"the Ray cluster is lost ({error}): start the command again, and it goes on") from None
-        self._hire((self._count or sum(nodes.values())) - len(self._all), nodes)
+        self._start_workers((self._count or sum(nodes.values())) - len(self._all), nodes)
         if not self._all:
             raise PoolError(
                 f"no worker is left on the Ray cluster; the last one's words: {self._words or '(none)'}; start the "
                 "command again when it has nodes, and it goes on"
             )
 
-    def _offered(self, sha256: str, path: str, shared: bool) -> Any:
-        """Reference of a file's content; the last of those that many devices get are kept."""
+    def _get_object_reference(self, sha256: str, path: str, shared: bool) -> Any:
+        # references of files that many devices need are cached
         if sha256 in self._references:
             self._references[sha256] = self._references.pop(sha256)
             return self._references[sha256]

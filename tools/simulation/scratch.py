@@ -1,4 +1,4 @@
-"""Folders for work in hand, which go when they are left; what a killed process left behind goes with the next one."""
+"""Temporary folders, removed after use or, after a kill, by the next process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PREFIX: Final = "fedquilt-scratch-"
 
 
 class Scratch:
-    """An empty folder in the system's place for temporary files, removed when it is left or cleaned up.
+    """Empty temporary folder, removed on exit or by `cleanup`.
 
-    Its process holds a lock on the folder, which ends with the process however that ends. Making a folder first
-    removes those of this user that nobody holds any more.
+    The process holds a lock on the folder, which ends with the process. Creating a folder also removes unlocked
+    folders of this user.
     """
 
     def __init__(self) -> None:
-        remove_left_behind()
-        self.path, self._lock = _made()
+        remove_stale_folders()
+        self.path, self._lock = _make_locked_folder()
 
     def __enter__(self) -> Path:
         return self.path
@@ -31,15 +31,14 @@ class Scratch:
         self.cleanup()
 
     def cleanup(self) -> None:
-        """Remove the folder; nothing happens if that is done already."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-def _made() -> tuple[Path, int | None]:
-    """A new folder and the descriptor that holds its lock; None: the file system has no locks, so nobody removes it."""
+def _make_locked_folder() -> tuple[Path, int | None]:
+    # without a lock (None) no other process removes the folder
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         try:
@@ -57,14 +56,14 @@ def _made() -> tuple[Path, int | None]:
 
 
 class Common:
-    """A folder by name, for several processes: it is removed when the last of them leaves it, or is gone.
+    """Named folder of several processes, removed when the last process leaves or ends.
 
     Args:
-        name: nobody else's, and not to be guessed by other users of the machine.
+        name: Unique name that other users of the machine cannot guess.
     """
 
     def __init__(self, name: str) -> None:
-        remove_left_behind()
+        remove_stale_folders()
         self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -75,24 +74,22 @@ class Common:
                     return
                 os.close(self._lock)  # the last one left it before it was locked
 
-    def leave(self) -> None:
-        """Leave the folder."""
+    def release(self) -> None:
+        """Unlock the folder, and remove it unless another process uses it."""
         os.close(self._lock)
         with contextlib.suppress(OSError):
-            _remove_unless_held(self.path)
+            _remove_unless_locked(self.path)
 
 
-def remove_left_behind() -> None:
-    """Remove folders of this user whose process is gone."""
+def remove_stale_folders() -> None:
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):
-                    _remove_unless_held(Path(entry))
+                    _remove_unless_locked(Path(entry))
 
 
-def _remove_unless_held(folder: Path) -> None:
-    """Raises OSError where the folder is in use, or not ours."""
+def _remove_unless_locked(folder: Path) -> None:
     if folder.stat(follow_symlinks=False).st_uid != os.getuid():
         return
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

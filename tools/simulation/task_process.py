@@ -1,4 +1,4 @@
-"""One device's tasks in the agent's own task process: whether they end well, and what they hold (`Usage`)."""
+"""Tasks of one device in the agent's own task process, with their memory use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fedquilt import tensors, wire
-from fedquilt.blobs.chunks import reference
+from fedquilt.blobs.chunks import ref_from_bytes
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
 from fedquilt.edge_agent.task import budget, confine, outputs, protocol
@@ -24,18 +24,22 @@ LOOK_S = 0.02
 
 
 class TaskProcess:
-    """A process for one engine under one budget, alive within `with`; the device's private state goes along.
+    """Task process of an agent with one engine and one budget, started and stopped by `with`.
 
-    `outside_bytes` is the peak that the kernel told of it after its last task, 0 if it tells none.
+    Private state is passed from task to task. `outside_bytes` is the peak memory that the kernel reports after the
+    last task, or 0 if the kernel reports none.
 
     Args:
-        data: the device's [data] table.
-        find: finds a bundle's file on disk.
-        folder: of the process's private folders.
-        command: of the process.
-        plugins: packages that its tasks may use; None: all that are installed.
-        most_s: longest that a task may take.
-        most_bytes: most that the process may hold resident; the budget alone is for its tasks to keep to.
+        method: Name of the method.
+        engine: Name of the engine.
+        budget_bytes: Memory budget of the tasks.
+        data: The [data] table of the device.
+        find: Function that returns the file of a bundle.
+        folder: Parent of the process's private folders.
+        command: Command of the process.
+        plugins: Packages that tasks may use, or None for all installed ones.
+        most_s: Time limit of a task.
+        most_bytes: Limit of the process's resident memory.
     """
 
     def __init__(
@@ -70,10 +74,10 @@ class TaskProcess:
             self._child.kill()
 
     def run_task(self, order: Order, number: int) -> tuple[protocol.Outcome, dict[str, Tensors]]:
-        """Run a task in the process. Return its outcome, and the tensors that it would send.
+        """Run a task in the process. Return its result, and the tensors of its update.
 
         Raises:
-            ModelError: it did not go well; says why.
+            ModelError: If the task failed.
         """
         out = self._folder / confine.OUT / str(number)
         out.mkdir(parents=True)
@@ -81,8 +85,8 @@ class TaskProcess:
         def blob(value: Tensors | BlobRef) -> BlobRef:
             if isinstance(value, BlobRef):
                 return value
-            payload = tensors.encode(value)
-            ref = reference(payload)
+            payload = tensors.encode_tensors(value)
+            ref = ref_from_bytes(payload)
             (out / f"{ref.sha256}.in").write_bytes(payload)
             return ref
 
@@ -113,31 +117,33 @@ class TaskProcess:
             out=str(out),
             plugins=self._plugins,
         )
-        outcome = self.ask(asked)
+        outcome = self.run_request(asked)
         if outcome.code != "ok":
             raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
         if (out / outputs.PRIVATE).exists():
             self._private = str(out / outputs.PRIVATE)
-        return outcome, {name: tensors.read(out / ref.sha256) for name, ref in outcome.bundles.items()}
+        return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
-    def ask(self, order: protocol.Order) -> protocol.Outcome:
-        """Outcome of an order with this device's data."""
+    def run_request(self, order: protocol.Order) -> protocol.Outcome:
         assert self._child is not None
-        return self._answer(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
+        return self._run_line(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
 
-    def _answer(self, child: Child, line: bytes) -> protocol.Outcome:
-        child.send(line)
+    def _run_line(self, child: Child, line: bytes) -> protocol.Outcome:
+        child.send_line(line)
         end_s = time.monotonic() + self._most_s
         while True:
-            for event in child.receive():
+            for event in child.receive_events():
                 if isinstance(event, protocol.Outcome):
-                    self.outside_bytes = budget.peak_bytes(child.pid) or 0
+                    self.outside_bytes = budget.read_peak_bytes(child.pid) or 0
                     return event
-            if child.gone or child.garbled:
-                return child.obituary()
+            if child.has_ended or child.garbled:
+                return child.explain_end()
             if time.monotonic() >= end_s:
                 return protocol.Outcome(code="failed", reason=f"it has not ended within {self._most_s:g} s")
-            if (held := child.look() or 0) > self._most_bytes:
-                reason = f"its process holds {budget.megabytes(held)}, more than {budget.megabytes(self._most_bytes)}"
+            if (held := child.measure_resident_bytes() or 0) > self._most_bytes:
+                reason = (
+                    f"its process holds {budget.format_megabytes(held)}, more than "
+                    f"{budget.format_megabytes(self._most_bytes)}"
+                )
                 return protocol.Outcome(code="memory", reason=reason)
             time.sleep(LOOK_S)

@@ -1,6 +1,7 @@
-"""The small protocol between a pool and its workers, wherever they are: its messages, and who carries them.
+"""Protocol between a pool and its workers.
 
-`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster. Both run `pool_worker.Worker`.
+`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster. Both run
+`pool_worker.Worker`.
 """
 
 from __future__ import annotations
@@ -23,109 +24,94 @@ KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_":
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """An array in the file of examples."""
-
     offset: int
     shape: tuple[int, ...]
     dtype: str
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """One device's examples: x and y to train on, x and y held out."""
-
     train: tuple[Place, Place]
     held: tuple[Place, Place]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """First message to a worker."""
-
     examples: str  # the file
     shares: dict[str, Share]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """To a worker: carry these out."""
-
     orders: tuple[Order, ...] = ()
     together: bool = False
     state: str = ""  # file of the round's state: fold what the orders come to; "": do not
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an order, and whether it was or could have been trained with others."""
+    """Result of a work request, and whether its training could be batched."""
 
     outcome: Outcome
     joint: bool
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """From a worker: what has become of its orders, in their order, and whether the sum of their updates follows."""
+    """Reply of a worker: results in the order of the requests, and whether a sum follows."""
 
     done: list[Done]
     summed: bool = False
 
 
 class Sum(msgspec.Struct, frozen=True):
-    """From a worker, behind an `Answer`: the packed sum of the updates in it; b"": it could not be made."""
+    """Packed sum of a reply's updates, or b"" if the worker could not sum them."""
 
     packed: bytes
 
 
-class PoolError(FedquiltError):
-    """A worker that has died, or could not start."""
+class PoolError(FedquiltError): ...
 
 
 class Workers(Protocol):
-    """Workers of one fleet. Each has at most one package of orders at a time."""
+    """Workers of one fleet. Each worker runs at most one batch at a time."""
 
     def start(self, folder: Path) -> None:
-        """Start them, with a folder that is removed after their end."""
+        """Start the workers with a temporary folder, which is removed after their end."""
         ...
 
     @property
-    def machines(self) -> Mapping[str, Machine]:
-        """Their machines by name, as far as they are known."""
-        ...
+    def machines(self) -> Mapping[str, Machine]: ...
 
-    def begin(self, setup: Setup) -> None:
-        """Send what comes before all orders."""
-        ...
+    def send_setup(self, setup: Setup) -> None: ...
 
-    def warm(self) -> None:
-        """Wait until they are ready.
+    def wait_until_ready(self) -> None:
+        """Wait until the workers are ready.
 
         Raises:
-            PoolError: one has ended.
+            PoolError: If a worker has ended.
         """
         ...
 
     @property
     def ready(self) -> Iterable[int]:
-        """Those that can be given orders, unless they have some."""
+        """Workers that can receive work, including busy ones."""
         ...
 
-    def give(self, worker: int, work: Work) -> None:
-        """Have a worker carry orders out.
+    def send_work(self, worker: int, work: Work) -> None:
+        """Send a batch of work requests to a worker.
 
         Raises:
-            PoolError: one has ended.
+            PoolError: If a worker has ended.
         """
         ...
 
-    def done(self, *, block: bool) -> Iterable[tuple[int, Answer | Sum | None]]:
-        """Workers that have answered, or made the sum that an answer of theirs has announced.
-
-        None instead: the worker is lost, and its orders are to be given to another.
+    def receive_replies(self, *, block: bool) -> Iterable[tuple[int, Answer | Sum | None]]:
+        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated.
 
         Args:
-            block: wait until something has happened: a worker is done, lost, or newly ready.
+            block: Wait until a worker has replied, was lost, or became ready.
 
         Raises:
-            PoolError: one has ended, and no other can do its work.
+            PoolError: If a worker has ended and cannot be replaced.
         """
         ...
 
     def stop(self, *, now: bool) -> None:
-        """End them; `now`: also amid their work."""
+        """Stop the workers, with `now` also during their work."""
         ...

@@ -1,1 +1,1 @@
-"""A coordinator that is a device of a coordinator above it (`fedquilt serve --site`)."""
+"""Sites: coordinators that are devices of a parent coordinator."""

@@ -1,4 +1,4 @@
-"""Agent of a site: that of a board, whose means are its boards'."""
+"""Agent of a site, which represents the devices of the site to the parent coordinator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.settings import AgentSettings, load
+from fedquilt.edge_agent.settings import AgentSettings, load_settings
 from fedquilt.tools.site.worker import Site, SiteWorker
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Endpoint, Link
 from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.sealed import BoardLink, identity
+from fedquilt.transport.sealed import BoardLink, load_identity
 
 MEANS_S: Final = 5.0  # between two looks at which boards there are
 BUSY_S: Final = 0.02  # between two looks at the link above while something is on its way
@@ -29,14 +29,14 @@ IDLE_S: Final = 0.25
 
 
 class SiteAgent:
-    """The agent of a site, beside its coordinator. A `fedquilt.transport.link.Endpoint`.
+    """Agent of a site, an `Endpoint` that runs together with the site's coordinator.
 
     Args:
-        link: to the broker of the coordinator above.
-        options: as of a board's agent.toml: `device` is the site's name, `fleet` that of the coordinator above.
-        store: of the site's coordinator.
-        boot: as of `Agent`.
-        durable: see `fedquilt.edge_agent.state.Local`.
+        link: Link to the broker of the parent coordinator.
+        options: Settings as in agent.toml. `device` is the name of the site, `fleet` that of the parent coordinator.
+        store: Store of the site's coordinator.
+        boot: As for `Agent`.
+        durable: As for `fedquilt.edge_agent.state.Local`.
     """
 
     finished = False
@@ -48,89 +48,86 @@ class SiteAgent:
         board, self.link = Site(), link
         self._worker = SiteWorker(store, board)
         self.agent = Agent(link, options, board, self._worker, boot, durable=durable, clock=lambda: None)
-        self._lock = self.agent.local.lock()
+        self._lock = self.agent.local.lock_home()
         self._means_s, self._there = -math.inf, False  # whether a board has been seen: without any, it is no device yet
 
-    def serves(self, server: Server) -> None:
-        """Go on with the site's coordinator, whose observer is `observe`."""
+    def attach_server(self, server: Server) -> None:
+        """Set the site's coordinator, which must have `observe` as its observer."""
         self.server = self._worker.server = server
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Take note of a fact of the site's coordinator."""
         self._worker.observe(job, fact)
 
     def step(self, now_s: float) -> float:
-        """Handle what has come from above, once there are boards, and tell it which."""
+        """Handle messages of the parent coordinator, and publish changed capabilities.
+
+        Nothing is published before the site has a device.
+        """
         if now_s >= self._means_s + (MEANS_S if self._there else IDLE_S):
             self._means_s = now_s
-            means = self._worker.means(self.agent.duty.state.means, now_s)
+            means = self._worker.read_capabilities(self.agent.duty.state.means, now_s)
             self._there = self._there or bool(means.engines)
             if means != self.agent.duty.state.means:
-                self.agent.have(means)
+                self.agent.apply_capabilities(means)
         if not self._there:
             return now_s + IDLE_S
         return min(self.agent.step(now_s), self._means_s + MEANS_S)
 
-    def beside(self, server: Server) -> Endpoint:
-        """Endpoint that drives the site's coordinator and, on a link of its own, this agent."""
-        self.serves(server)
+    def make_endpoint(self, server: Server) -> Endpoint:
+        """Attach the site's coordinator, and return an endpoint that drives both."""
+        self.attach_server(server)
         return _Both(server, self)
 
     def fds(self) -> Sequence[int]:
-        """Those of the agent."""
         return self.agent.fds()
 
     @property
-    def busy(self) -> bool:
-        """Whether something is on its way from above, or to it."""
+    def has_pending_transfer(self) -> bool:
+        """Whether a task is being received or an update awaits its acknowledgement."""
         state = self.agent.duty.state
         return bool(state.outbox) or (state.open is not None and not state.open.working)
 
-    def goodbye(self) -> None:
-        """Announce that the site goes; its round goes on at the next start."""
-        self.agent.goodbye()
-        self._lock.close()
+    def announce_end(self) -> None:
+        """Announce that the site goes offline. Its round resumes at the next start."""
+        self.agent.shut_down()
+        self._lock.release()
 
 
 class _Both:
-    """A site's coordinator, whose link the caller waits for, and its agent, whose link is looked at now and then."""
-
     def __init__(self, server: Server, site: SiteAgent) -> None:
         self._server, self._site = server, site
 
     @property
     def finished(self) -> bool:
-        """Whether the coordinator has finished."""
         return self._server.finished
 
     def step(self, now_s: float) -> float:
-        """Step both; returns when to call again."""
+        # the caller waits for the coordinator's link alone, so the agent's link is polled
         server_s = self._server.step(now_s)
         self._site.link.wait(0.0)
-        return min(server_s, self._site.step(now_s), now_s + (BUSY_S if self._site.busy else IDLE_S))
+        return min(server_s, self._site.step(now_s), now_s + (BUSY_S if self._site.has_pending_transfer else IDLE_S))
 
     def fds(self) -> Sequence[int]:
-        """Those of both."""
         return [*self._server.fds(), *self._site.fds()]
 
 
-def connected(path: Path, store: Store) -> SiteAgent:
-    """The agent of a site, with a link to the broker of the coordinator above.
+def connect_site_agent(path: Path, store: Store) -> SiteAgent:
+    """Return the agent of a site, connected to the broker of the parent coordinator.
 
     Args:
-        path: settings, as a board's agent.toml.
-        store: of the site's coordinator.
+        path: Settings file as agent.toml.
+        store: Store of the site's coordinator.
 
     Raises:
-        JobError: a setting that cannot be used, or another agent in the same home.
-        StoreError: the home cannot be read or written.
+        JobError: If a setting is invalid, or another agent uses the same home.
+        StoreError: If the home cannot be read or written.
     """
-    options = load(path)
-    broker, boot = Broker.parse(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
-    presence = wire.Topics(options.fleet).device(options.device, "up", "presence")
+    options = load_settings(path)
+    broker, boot = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
+    presence = wire.Topics(options.fleet).device_topic(options.device, "up", "presence")
     will = presence, wire.encode(wire.Presence(online=False, boot=boot))
     plain = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
-    own = identity(broker)
+    own = load_identity(broker)
     return SiteAgent(
         plain if own is None else BoardLink(plain, own, options.fleet, options.device), options, store, boot
     )

@@ -1,4 +1,4 @@
-"""Sites on virtual time: a coordinator and its agent on a broker in memory."""
+"""Sites on virtual time, with a coordinator and its agent on a broker in memory."""
 
 from __future__ import annotations
 
@@ -17,36 +17,32 @@ from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink
 
 
 class Uplink:
-    """Link of a site to the coordinator above, which may be lost and made again."""
-
     def __init__(self, broker: MemoryBroker, fleet: str, device: str) -> None:
         gone = wire.encode(wire.Presence(online=False, boot="site", seq=0))
-        self._broker, self._will = broker, (wire.Topics(fleet).device(device, "up", "presence"), gone)
+        self._broker, self._will = broker, (wire.Topics(fleet).device_topic(device, "up", "presence"), gone)
         self.session, self.inner = 1, broker.connect(self._will)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def lose(self) -> None:
-        """Lose the connection."""
-        self._broker.lose(self.inner)
+    def disconnect(self) -> None:
+        self._broker.lose_client(self.inner)
 
-    def renewed(self) -> MemoryLink:
-        """Connect again."""
+    def reconnect(self) -> MemoryLink:
         self.session += 1
         self.inner = self._broker.connect(self._will)
         return self.inner
 
 
 class VirtualSite:
-    """A site whose boards have its name as their fleet.
+    """Site whose name is the fleet of its devices.
 
     Args:
-        broker: of the site and of the coordinator above.
-        store: of the site's coordinator.
-        fleet: of the coordinator above.
-        name: of the site.
-        observe: as of `Server`.
+        broker: Broker of the site and of the parent coordinator.
+        store: Store of the site's coordinator.
+        fleet: Fleet of the parent coordinator.
+        name: Name of the site.
+        observe: Observer as for `Server`.
     """
 
     def __init__(
@@ -58,17 +54,18 @@ class VirtualSite:
         observe: Observe = lambda job, fact: None,
     ) -> None:
         self.down, self.up = broker.connect(), Uplink(broker, fleet, name)
-        options = settings.parse({"device": name, "fleet": fleet, "home": str(store.home / "above")})
+        options = settings.parse_settings({"device": name, "fleet": fleet, "home": str(store.home / "above")})
         self.agent = agent = SiteAgent(self.up, options, store, durable=False)
 
-        def noted(job: Any, fact: Any) -> None:
+        def notify_observers(job: Any, fact: Any) -> None:
             observe(job, fact)
             agent.observe(job, fact)
 
-        executor = OverLink(self.down, name, store.depot, store.next_epoch())
+        executor = OverLink(self.down, name, store.depot, store.begin_epoch())
         worker = Here(LARGE_BYTES)
-        agent.serves(Server(executor, store, noted, around=sites.below, by_wall=True, worker=worker))
+        agent.attach_server(
+            Server(executor, store, notify_observers, around=sites.adapt_for_parent, by_wall=True, worker=worker)
+        )
 
-    def seats(self) -> list[tuple[MemoryLink, Endpoint]]:
-        """Its coordinator and its agent, as `simulate` takes them."""
+    def list_endpoints(self) -> list[tuple[MemoryLink, Endpoint]]:
         return [(self.down, self.agent.server), (self.up.inner, self.agent)]

@@ -1,9 +1,8 @@
-"""Worker of a site's agent: what it is ordered by the coordinator above is a round of the coordinator that is here.
+"""Worker of a site's agent, which runs tasks as rounds of the site's coordinator.
 
-The agent of a site is that of a board: it accepts tasks, keeps results until they are answered, and joins again. Its
-worker gives the order to the store as a job's round, with the state from above, and the outcome is what that round has
-brought: a sum, or the boards' updates. All of it is in the log: a site that is started again goes on with its round,
-and gives an answer again that was lost.
+The agent of a site is an ordinary agent. Its worker stores each work request as a round of a job, with the method
+state of the parent. The outcome is a partial sum, or the updates of the devices. The event log contains everything,
+so a restarted site resumes its round and submits a lost update again.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ HALTED: Final = "stopped at the site by request: it takes no part until it is re
 
 
 class Site:
-    """The board of a site's agent: memory and joules are those of its boards. A `core.Device`."""
+    """Site as a `core.Device`, with the memory and energy of its devices."""
 
     board = "site"
     points: tuple[OperatingPoint, ...] = ()
@@ -66,26 +65,21 @@ class Site:
         self.memory_bytes = 1 << 40  # until its boards are seen
         self.energy_j: float | None = None  # of the last round's boards; None: one of them has no meter
 
-    def read(self, now_s: float) -> Reading:
-        """Nothing: a site has no sensors of its own."""
+    def read_sensors(self, now_s: float) -> Reading:
         return Reading()
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Do nothing: each board holds its own point."""
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
+        # each device of the site pins its own operating point
         return point
 
-    def release(self) -> None:
-        """Do nothing, as for `hold`."""
+    def unpin_clocks(self) -> None: ...
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
-        """Duration as measured, and the joules of the boards."""
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         source = None if self.energy_j is None else "its boards' meters"
         return msgspec.structs.replace(measured, energy_j=self.energy_j, energy_source=source)
 
 
 class _Log:
-    """What the worker has to know of a job's log, of which each fact is read once."""
-
     def __init__(self) -> None:
         self.last: facts.Started | facts.Committed | None = None
         self.halted = False  # whether it was stopped here by request, and not resumed since
@@ -94,13 +88,11 @@ class _Log:
         self._seq = 0
 
     @property
-    def round(self) -> int:
-        """The round that began last; 0: none has."""
+    def current_round(self) -> int:
         return self.last.begins if isinstance(self.last, facts.Started) else self.last.round if self.last else 0
 
-    def read(self, store: Store, id: str) -> _Log:
-        """Go on to the log's end."""
-        for seq, _, fact in store.facts(id, self._seq):
+    def read_new_events(self, store: Store, id: str) -> _Log:
+        for seq, _, fact in store.read_events(id, self._seq):
             self._seq = seq
             match fact:
                 case facts.Started():
@@ -124,12 +116,12 @@ class _Log:
 
 
 class SiteWorker:
-    """Carries out a site's orders as rounds of its own coordinator. A `Worker`, and an observer of `Server`.
+    """Worker that runs tasks as rounds of a site's coordinator, and observer of that coordinator.
 
     Args:
-        store: of the site's coordinator.
-        board: the site.
-        quorum: share of the boards that suffices at the deadline.
+        store: Store of the site's coordinator.
+        board: The site.
+        quorum: Share of the devices that is enough at the deadline.
     """
 
     resident_bytes: int = 0
@@ -147,61 +139,59 @@ class SiteWorker:
         self._halting: set[str] = set()  # jobs that somebody else has
 
     def start(self, order: Order, now_s: float) -> None:
-        """Note the order; its round begins as soon as the one before it has been given up.
-
-        An order of the round that was just given up leaves that as it is, with its deadline: where boards come and go,
-        the site is of another tier, and its task another one.
-        """
-        self._asked = self._left is not None and _round(self._left) == _round(order)
+        # a task of the round that was just cancelled keeps that round and its deadline
+        self._asked = self._left is not None and _get_round_identity(self._left) == _get_round_identity(order)
         self._left = None if self._asked else self._left
         self._order, self._begun_s, self._outcome = order, now_s, None
 
     def poll(self, now_s: float) -> list[Event]:
-        """Return the outcome, once the round has been committed or has failed, and stop runs left over."""
-        self._halt()
+        """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
+        self._record_halts()
         if self._left is not None:
-            self._stop(self._left.task.job)
+            self._stop_job(self._left.task.job)
             self._left = None
         order = self._order
         if order is None:
             return []
-        runs = self.server.job(order.task.job) is not None
+        runs = self.server.find_job(order.task.job) is not None
         if not self._asked and self._outcome is None and not runs:
             self._asked = True
             try:
                 self._outcome = self._begin_round(order)
             except FedquiltError as error:
                 self._outcome = Outcome(code="failed", reason=shorten_error(str(error)))
-        elif not self._asked and self._outcome is None and not self._goes_on(order):
-            self._stop(order.task.job)
-        if self._outcome is None or self.server.job(order.task.job) is not None:
+        elif not self._asked and self._outcome is None and not self._resumes_round(order):
+            self._stop_job(order.task.job)
+        if self._outcome is None or self.server.find_job(order.task.job) is not None:
             return []
         outcome, self._outcome, self._order = self._outcome, None, None
         return [msgspec.structs.replace(outcome, wall_s=now_s - self._begun_s)]
 
-    def due_s(self, now_s: float) -> float:
-        """Soon, while there is an order, or a round to stop."""
+    def next_poll_s(self, now_s: float) -> float:
         return math.inf if self._order is self._left is None else now_s + POLL_S
 
     def kill(self) -> None:
-        """Give the round up, which the next `poll` stops: the coordinator above does not want it any more."""
+        # the next `poll` stops the round
         if self._order is not None and self._asked and self._outcome is None:
             self._left = self._order
         self._order = self._outcome = None
 
     def fds(self) -> Sequence[int]:
-        """None: the coordinator is in this process."""
         return ()
 
     def close(self) -> None:
-        """Leave the round as it is in the log: it goes on at the next start."""
+        # the round stays in the log and resumes at the next start
+        ...
 
     def observe(self, job: Shown, fact: facts.AnyFact) -> None:
-        """Note the commit or failure of the ordered round. A committed run stops until the next order."""
+        """Record the commit or failure of the requested round.
+
+        A committed run is stopped until the next task.
+        """
         if isinstance(fact, facts.Committed):
-            self._stop(job.id)
+            self._stop_job(job.id)
             if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
-                self._outcome = self._answer(job.id, fact)
+                self._outcome = self._make_outcome(job.id, fact)
         elif isinstance(fact, facts.Ended) and fact.status == "stopped":
             self._halting |= {job.id} - self._stopping
             self._stopping.discard(job.id)
@@ -209,9 +199,12 @@ class SiteWorker:
             code: Any = fact.code if fact.code in get_args(RefusalCode) else "failed"
             self._outcome = Outcome(code=code, reason=shorten_error(f"the site's round failed: {fact.reason}"))
 
-    def means(self, before: Means, now_s: float) -> Means:
-        """What the site has, as its boards are: engines and codecs of any, the largest budget, how many there are."""
-        known = [each for each in self.server.registry.seen(now_s).values() if each.profile]
+    def read_capabilities(self, before: Means, now_s: float) -> Means:
+        """Return the site's capabilities, and update the memory of the site.
+
+        Engines and codecs are those of any device, the budget is the largest.
+        """
+        known = [each for each in self.server.registry.device_views(now_s).values() if each.profile]
         seen = [each.profile for each in known if each.online and each.profile]
         self._board.memory_bytes = sum(each.memory_bytes for each in seen)
         return msgspec.structs.replace(
@@ -227,29 +220,28 @@ class SiteWorker:
     def _is_ordered(self, id: str) -> bool:
         return self._order is not None and id == self._order.task.job
 
-    def _stop(self, id: str) -> None:
-        if self._store.status(id) in ("queued", "running"):
+    def _stop_job(self, id: str) -> None:
+        if self._store.stored_status(id) in ("queued", "running"):
             self._stopping.add(id)
             self._store.set_status(id, "stopping")
-            self.server.look()
+            self.server.request_poll()
 
-    def _halt(self) -> None:
-        """Note what was stopped here by request, once its coordinator has left it; the order comes to nothing."""
-        for id in [id for id in self._halting if self.server.job(id) is None]:
+    def _record_halts(self) -> None:
+        # runs that a user stopped at the site
+        for id in [id for id in self._halting if self.server.find_job(id) is None]:
             self._halting.discard(id)
-            self._store.append(id, facts.Noted(HALTED))
+            self._store.append_event(id, facts.Noted(HALTED))
             if self._is_ordered(id) and self._outcome is None:
                 self._asked, self._outcome = True, Outcome(code="failed", reason=HALTED)
 
-    def _goes_on(self, order: Order) -> bool:
-        """Whether the order's round is at work, as an earlier process began it."""
-        job = self.server.job(order.task.job)
+    def _resumes_round(self, order: Order) -> bool:
+        job = self.server.find_job(order.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
         with contextlib.suppress(FedquiltError):  # who begins with the order tells it
             here = job.rounds.ordered is not None and job.rounds.round == order.task.round
-            self._asked = here and self._same(
-                job.rounds.state, sites.given(tensors.read(Path(order.bundles[sites.STATE])))
+            self._asked = here and self._has_parent_state(
+                job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
             )
         return self._asked
 
@@ -265,62 +257,62 @@ class SiteWorker:
                 "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt ca "
                 "issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
-        given = sites.given(tensors.read(Path(order.bundles[sites.STATE])))
-        tensors.unpack(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
-        if not store.status(id):
-            job = self._job(task.params["job"])
+        given = sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
+        tensors.unpack_state(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
+        if not store.stored_status(id):
+            job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
-            store.add(job, folder, id=id)  # first: files of a run that is not in the list are removed
-            _write_files(folder, order)
+            store.add_job(job, folder, id=id)  # first: files of a run that is not in the list are removed
+            _write_bundle(folder, order)
         else:
-            _write_files(store.job(id).bundle, order)  # other files than before, or a restored home has the log alone
-        known = self._log(id)
+            _write_bundle(
+                store.find_job(id).bundle, order
+            )  # other files than before, or a restored home has the log alone
+        known = self._read_log(id)
         if known.halted:
             return Outcome(code="failed", reason=HALTED)
-        if known.last is not None and self._same(known.last.state, given):
+        if known.last is not None and self._has_parent_state(known.last.state, given):
             if isinstance(known.last, facts.Committed) and known.last.round == task.round:
-                return self._answer(id, known.last)
+                return self._make_outcome(id, known.last)
             if isinstance(known.last, facts.Started) and known.last.begins == task.round:
-                self._resume(id)
+                self._resume_job(id)
                 return None
-        if known.last is not None and known.round > task.round:
+        if known.last is not None and known.current_round > task.round:
             log.warning(
                 "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older "
                 "copy, or has lost its end; the boards work for these rounds again",
-                *(task.round, id, known.round),
+                *(task.round, id, known.current_round),
             )
         started = facts.Started(
-            store.depot.put(tensors.pack(given)),
+            store.depot.store_bytes(tensors.pack_state(given)),
             begins=task.round,
             actions=task.actions,
             settling=bool(task.params.get("settling")),
             deadline_s=max(WITHIN * task.deadline_s, 1.0),
         )
-        store.append(id, started)
-        self._resume(id)
+        store.append_event(id, started)
+        self._resume_job(id)
         return None
 
-    def _log(self, id: str) -> _Log:
-        return self._logs.setdefault(id, _Log()).read(self._store, id)
+    def _read_log(self, id: str) -> _Log:
+        return self._logs.setdefault(id, _Log()).read_new_events(self._store, id)
 
-    def _resume(self, id: str) -> None:
+    def _resume_job(self, id: str) -> None:
         self._stopping.discard(id)
         self._store.set_status(id, "running")
-        self.server.look()
+        self.server.request_poll()
 
-    def _same(self, ref: BlobRef, given: sites.Given) -> bool:
-        """Whether the job's state is of this state from above."""
-        found = self._given(ref)
+    def _has_parent_state(self, ref: BlobRef, given: sites.Given) -> bool:
+        found = self._read_state(ref)
         return found is not None and np.array_equal(found.inner, given.inner)
 
-    def _given(self, ref: BlobRef) -> sites.Given | None:
-        """A state of a site's job, whose sum stays on the disk if it is large; None: it is gone, or damaged."""
+    def _read_state(self, ref: BlobRef) -> sites.Given | None:
+        # a large sum stays on disk. None if the blob is missing or damaged
         path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
         return None if path is None else tensor_files.read_state(path, sites.Given, disk, mending.WHOLE_BYTES)
 
-    def _job(self, table: Mapping[str, Any]) -> Job:
-        """The job of the coordinator above as one of this, in whose rounds every board here is asked."""
-        told = settings.parse(table)
+    def _make_site_job(self, table: Mapping[str, Any]) -> Job:
+        told = settings.parse_job(table)
         spared = {name: getattr(told.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")}
         return msgspec.structs.replace(
             told,
@@ -334,9 +326,8 @@ class SiteWorker:
             donors=(),
         )
 
-    def _answer(self, id: str, fact: facts.Committed) -> Outcome:
-        """The outcome of a committed round: what it has brought, and what its boards took, as the log tells."""
-        order, brought, known = self._order, self._given(fact.state), self._log(id)
+    def _make_outcome(self, id: str, fact: facts.Committed) -> Outcome:
+        order, brought, known = self._order, self._read_state(fact.state), self._read_log(id)
         assert order is not None
         if brought is None:
             return Outcome(code="failed", reason="what the site's round has brought is gone from its disk")
@@ -347,7 +338,7 @@ class SiteWorker:
         if "work" in order.task.actions:
             out = Path(order.out)
             out.mkdir(parents=True, exist_ok=True)
-            for name, sent in self._brought(brought, sorted(known.updates)):
+            for name, sent in self._yield_update_bundles(brought, sorted(known.updates)):
                 refs[name] = ref = outputs.write_tensors(out / f"{order.prefix}bundle", sent)
                 os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
         return Outcome(
@@ -357,40 +348,38 @@ class SiteWorker:
             bundles=refs,
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),
-            note=_told(known.updates, known.refusals),
+            note=_describe_missing_devices(known.updates, known.refusals),
             below=Usage(
                 down_bytes=sum(usage.down_bytes for usage in used), up_bytes=sum(usage.up_bytes for usage in used)
             ),
         )
 
-    def _brought(self, state: sites.Given, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
-        """Bundles of the site's update: the sum of these boards, or their updates."""
+    def _yield_update_bundles(self, state: sites.Given, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
+        # the partial sum of the devices, or their updates
         if state.form:
-            yield passed.SUM, passed.summed(state.total, state.form, boards)
+            yield passed.SUM, passed.bundle_from_aggregate(state.total, state.form, boards)
             return
-        yield from passed.bundled(
+        yield from passed.bundle_updates(
             [Contribution(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
         )
 
 
-def _round(order: Order) -> tuple[str, int, str, tuple[str, ...]]:
-    """What a round of a site's job is made of: two orders of the same are answered by one round."""
+def _get_round_identity(order: Order) -> tuple[str, int, str, tuple[str, ...]]:
+    # two requests with the same identity are served by one round
     task = order.task
     return task.job, task.round, task.state, task.actions
 
 
-def _write_files(folder: Path, order: Order) -> None:
-    """Have the files of an order as the bundle of its job, where that has not all of them."""
+def _write_bundle(folder: Path, order: Order) -> None:
     files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
     with contextlib.suppress(JobError):  # there is none, or not the whole of it
-        known = bundle.load(folder).files
+        known = bundle.load_bundle(folder).files
         if all(known.get(name) == order.task.bundles[given] for name, given in files.items()):
             return
     given = {name: Path(order.bundles[each]).read_bytes() for name, each in files.items()}
-    bundle.write(folder, {"network": {}}, given)
+    bundle.write_bundle(folder, {"network": {}}, given)
 
 
-def _told(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
-    """Sentence for the log above on boards that are not in the site's update; "": all of them are."""
+def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    return f"refused there: {rounds.by_reason(refused)}"[:1000] if refused else ""
+    return f"refused there: {rounds.format_by_reason(refused)}"[:1000] if refused else ""

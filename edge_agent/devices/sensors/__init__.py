@@ -1,1 +1,1 @@
-"""Sensors of boards: one file per kind of meter, battery or memory reading."""
+"""Sensors of boards, one module per kind of meter, battery or memory reading."""

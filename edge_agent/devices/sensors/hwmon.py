@@ -1,4 +1,4 @@
-"""Power and energy sensors of the kernel's hwmon, in microwatts and microjoules (kernel, hwmon/sysfs-interface)."""
+"""Power and energy sensors in hwmon, in microwatts and microjoules."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SENSORS = ("power*_average", "power*_input", "energy*_input")
 
 
 class Hwmon:
-    """Every power and energy sensor that hwmon lists, by its chip's name and its label. A `fedquilt.core.Meter`.
+    """All power and energy sensors in hwmon, by chip name and label, as one `fedquilt.core.Meter`.
 
-    It covers the board if one of them measures the whole machine; otherwise it offers rails only.
+    The meter covers the board if a sensor measures the whole machine, otherwise only rails.
     """
 
     def __init__(self, hwmon: Path) -> None:
         self._powers: dict[str, Path] = {}
         self._energies: dict[str, tuple[Path, Rate]] = {}
-        for chip in sysfs.glob(hwmon, "hwmon*"):
-            name = sysfs.line(chip / "name") or chip.name
-            for file in sorted(each for kind in SENSORS for each in sysfs.glob(chip, kind)):
+        for chip in sysfs.list_matches(hwmon, "hwmon*"):
+            name = sysfs.read_line(chip / "name") or chip.name
+            for file in sorted(each for kind in SENSORS for each in sysfs.list_matches(chip, kind)):
                 channel, _, kind = file.name.partition("_")
-                label = sysfs.line(chip / f"{channel}_label") or channel
+                label = sysfs.read_line(chip / f"{channel}_label") or channel
                 rail = f"{name} {label}"
-                if rail in self._powers and kind == "input" and sysfs.there(chip / f"{channel}_average"):
+                if rail in self._powers and kind == "input" and sysfs.is_visible(chip / f"{channel}_average"):
                     continue  # the same channel, averaged
                 if rail in self._powers or rail in self._energies:
                     rail = f"{name} {label} ({chip.name})"  # a second chip of this name
@@ -39,12 +39,11 @@ class Hwmon:
         self.covers: Covers = "board" if whole else "rail"
 
     def read(self, now_s: float) -> Power:
-        """All values available; with a total if one sensor measures the whole machine."""
-        micro = {rail: sysfs.whole(file) for rail, file in self._powers.items()}
+        micro = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
         rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
         for rail, (file, rate) in self._energies.items():
-            count_uj = sysfs.whole(file)
-            watts = None if count_uj is None else rate.watts(now_s, count_uj / 1e6)
+            count_uj = sysfs.read_int(file)
+            watts = None if count_uj is None else rate.mean_power_w(now_s, count_uj / 1e6)
             if watts is not None:
                 rails[rail] = watts
         whole = next((rail for rail in rails if rail.startswith(WHOLE_METERS)), None)

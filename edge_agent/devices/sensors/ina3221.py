@@ -1,12 +1,12 @@
 """Power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses.
 
-Two layouts: NVIDIA's own driver up to JetPack 4, `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
-`in_power<k>_input` in milliwatts; Linux's from JetPack 5, `ina3221/<address>/hwmon/hwmon<n>/` with `in<k>_label`,
-`in<k>_input` in millivolts and `curr<k>_input` in milliamperes (kernel, hwmon/ina3221; NVIDIA's developer
-guide, "Power monitor"). Channels above 3 are not rails: shunts, and number 7, their sum.
+There are two layouts. NVIDIA's driver up to JetPack 4 has `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
+`in_power<k>_input` in milliwatts. Linux's driver from JetPack 5 has `ina3221/<address>/hwmon/hwmon<n>/` with
+`in<k>_label`, `in<k>_input` in millivolts and `curr<k>_input` in milliamperes (kernel, hwmon/ina3221, and NVIDIA's
+developer guide, "Power monitor"). Channels above 3 are not rails but shunts, and number 7 is their sum.
 
-On Jetson Thor an INA238 measures the board's input: hwmon lists it with `power1_input` in microwatts (kernel,
-hwmon/ina238). Which rails make the total, and which are parts of others, is in `sensors.rails`.
+On Jetson Thor an INA238 measures the board's input, in hwmon with `power1_input` in microwatts (kernel, hwmon/ina238).
+`sensors.rails` defines which rails form the total and which are parts of other rails.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ UNCONNECTED: Final = "NC"
 
 @dataclass(frozen=True)
 class Rail:
-    """One channel, whose power is the product of its files."""
-
     label: str
     files: tuple[Path, ...]
     scale: float  # to watts
 
-    def watts(self) -> float | None:
-        """Power in watts, with its sign; None if a file does not answer."""
+    def read_watts(self) -> float | None:
+        """Return the signed power, or None if a file cannot be read."""
         product = self.scale
         for file in self.files:
-            value = sysfs.whole(file)
+            value = sysfs.read_int(file)
             if value is None:
                 return None
             product *= value
@@ -46,19 +44,19 @@ class Rail:
 
 
 class Ina3221:
-    """All rails of the board, and the total by their roles there. A `fedquilt.core.Meter`.
+    """All rails of the board and their total, as one `fedquilt.core.Meter`.
 
-    `fault` says in a sentence why the latest reading had no total; None: it had one, or there are no rails.
+    `fault` is the reason why the latest reading had no total, or None.
     """
 
     covers: Covers = "board"
 
     def __init__(self, root: Path) -> None:
-        listed = sysfs.glob(root / "sys/class/hwmon", "hwmon*")
-        found = [*(_on_bus(root / "sys/bus/i2c/drivers") or _hwmon(listed)), *_input(listed)]
-        self.rails = _named_apart(found)
+        listed = sysfs.list_matches(root / "sys/class/hwmon", "hwmon*")
+        found = [*(_rails_on_bus(root / "sys/bus/i2c/drivers") or _hwmon_rails(listed)), *_input_rails(listed)]
+        self.rails = _with_unique_labels(found)
         labels = [rail.label for rail in self.rails]
-        self.roles = rails.find(sysfs.lines(sysfs.device_tree(root) / "compatible"), labels)
+        self.roles = rails.find_roles(sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"), labels)
         self.fault: str | None = None
         self._stuck = rails.Stuck()
         sums = () if self.roles is None else self.roles.sums
@@ -66,13 +64,13 @@ class Ina3221:
         self._source = f"{chip} {'sum of ' if len(sums) > 1 else ''}{', '.join(sums)}"
 
     def read(self, now_s: float) -> Power:
-        """Power of the board and of each rail that answers. A part a little below 0 has an offset, and reads 0."""
-        watts = {rail.label: rail.watts() for rail in self.rails}
+        """Return the power of the board and of each rail. Small negative offsets read as 0."""
+        watts = {rail.label: rail.read_watts() for rail in self.rails}
         known = {label: max(0.0, one) for label, one in watts.items() if one is not None and one >= -rails.OFFSET_W}
-        whole, fault = rails.total(self.roles, watts)
+        whole, fault = rails.total_power(self.roles, watts)
         if whole is not None and self.roles is not None:
             inside = [label for label in self.roles.inside if label in known]
-            fault = self._stuck.seen(whole, sum(known[label] for label in inside))
+            fault = self._stuck.check_reading(whole, sum(known[label] for label in inside))
             whole = None if fault else whole
         if fault is not None and fault != self.fault:
             log.warning("the power of this board is not known: %s", fault)
@@ -80,48 +78,46 @@ class Ina3221:
         return Power(whole, None if whole is None else self._source, known)
 
 
-def _on_bus(drivers: Path) -> list[Rail]:
-    chips = [*sysfs.glob(drivers, "ina3221x/*-*"), *sysfs.glob(drivers, "ina3221/*-*")]
+def _rails_on_bus(drivers: Path) -> list[Rail]:
+    chips = [*sysfs.list_matches(drivers, "ina3221x/*-*"), *sysfs.list_matches(drivers, "ina3221/*-*")]
     found = []
     for chip in chips:
-        old = sorted({device.resolve() for device in sysfs.glob(chip, "iio[:_]device*")})
-        found += [*_iio(old), *_hwmon(sysfs.glob(chip, "hwmon/hwmon*"))]
+        old = sorted({device.resolve() for device in sysfs.list_matches(chip, "iio[:_]device*")})
+        found += [*_iio_rails(old), *_hwmon_rails(sysfs.list_matches(chip, "hwmon/hwmon*"))]
     return found
 
 
-def _iio(devices: list[Path]) -> list[Rail]:
+def _iio_rails(devices: list[Path]) -> list[Rail]:
     found = []
     for device in devices:
         for channel in range(3):
-            label, file = sysfs.line(device / f"rail_name_{channel}"), device / f"in_power{channel}_input"
-            if label and label != UNCONNECTED and sysfs.there(file):
+            label, file = sysfs.read_line(device / f"rail_name_{channel}"), device / f"in_power{channel}_input"
+            if label and label != UNCONNECTED and sysfs.is_visible(file):
                 found.append(Rail(label, (file,), 1e-3))
     return found
 
 
-def _hwmon(devices: list[Path]) -> list[Rail]:
+def _hwmon_rails(devices: list[Path]) -> list[Rail]:
     found = []
     for device in devices:
-        if sysfs.line(device / "name") != "ina3221":
+        if sysfs.read_line(device / "name") != "ina3221":
             continue
         for channel in range(1, 4):
-            label = sysfs.line(device / f"in{channel}_label")
+            label = sysfs.read_line(device / f"in{channel}_label")
             files = (device / f"in{channel}_input", device / f"curr{channel}_input")
-            off = sysfs.whole(device / f"in{channel}_enable") == 0
-            if label and label != UNCONNECTED and not off and all(sysfs.there(file) for file in files):
+            off = sysfs.read_int(device / f"in{channel}_enable") == 0
+            if label and label != UNCONNECTED and not off and all(sysfs.is_visible(file) for file in files):
                 found.append(Rail(label, files, 1e-6))
     return found
 
 
-def _input(devices: list[Path]) -> list[Rail]:
-    """The board's input, of which the kernel tells the power itself; of several chips the first."""
-    chips = [device for device in devices if sysfs.line(device / "name") == "ina238"]
-    files = [device / "power1_input" for device in chips if sysfs.there(device / "power1_input")]
+def _input_rails(devices: list[Path]) -> list[Rail]:
+    chips = [device for device in devices if sysfs.read_line(device / "name") == "ina238"]
+    files = [device / "power1_input" for device in chips if sysfs.is_visible(device / "power1_input")]
     return [Rail(VIN, (files[0],), 1e-6)] if files else []
 
 
-def _named_apart(every: list[Rail]) -> list[Rail]:
-    """Rename labels used by several chips, where one would hide the other's reading."""
+def _with_unique_labels(every: list[Rail]) -> list[Rail]:
     seen: dict[str, int] = {}
     apart = []
     for rail in every:

@@ -1,7 +1,7 @@
-"""Rails from jetson-stats, for a Jetson whose own files show none (a container without /sys/bus, a new board).
+"""Rails from jetson-stats, for a Jetson whose own files show none (containers, new boards).
 
-jetson-stats is AGPL-3.0 and a daemon of its own: it is no dependency here, is imported only when it is
-installed and needed, and is used through its public client alone. Install it by `pip install fedquilt[jetson]`.
+jetson-stats is AGPL-3.0 and a separate daemon. The package is no dependency: it is imported only if installed and
+needed, and used through its public client only. Install it with `pip install fedquilt[jetson]`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedquilt.core import Covers, Power
 log = logging.getLogger("fedquilt.devices")
 
 
-def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
-    """Meter that follows the jtop service, twice a second; None if it is not installed or does not run.
+def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
+    """Return a meter that follows the jtop service, or None if it does not run.
 
     Args:
-        load: imports a module by its name.
+        load: Function that imports a module by its name.
     """
     try:
         client = load("jtop").jtop()
@@ -34,9 +34,9 @@ def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter |
 
 
 class JtopMeter:
-    """Latest values of a running `jtop` client: instantaneous milliwatts. Its "averages" are none and not used.
+    """Latest readings of a running `jtop` client, as a `fedquilt.core.Meter`.
 
-    A `fedquilt.core.Meter`.
+    Readings are instantaneous milliwatts. The "averages" of jtop are not averages and not used.
     """
 
     covers: Covers = "board"
@@ -45,7 +45,6 @@ class JtopMeter:
         self._client = client
 
     def read(self, now_s: float) -> Power:
-        """Latest power; empty once the service is gone, as its last values would stay."""
         try:
             if not self._client.ok(spin=True):
                 return Power()
@@ -63,5 +62,4 @@ class JtopMeter:
         return Power(total_w, f"jtop {name or 'sum of ' + ', '.join(rails_w)}", rails_w)
 
     def close(self) -> None:
-        """Stop the client."""
         self._client.close()

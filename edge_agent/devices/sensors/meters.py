@@ -1,6 +1,6 @@
-"""Common parts of meters: watts from joules, and several meters of one board as one.
+"""Common parts of meters: power from energy, and several meters of one board as one.
 
-A meter is an object with `covers` and `read`: see `fedquilt.core.Meter`. One file here holds one kind of them.
+A meter is an object with `covers` and `read`, see `fedquilt.core.Meter`. Each module here contains one kind.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower on
 
 
 class Widest:
-    """Several meters as one, with the energy of the widest that answers.
+    """Several meters as one, with the power of the widest that responds.
 
-    A meter that covers the board goes before one that covers the processor alone; among equally wide ones, the first
-    given. A meter of a rail is never taken for the board: its power stands among the rails. All are read each time,
-    as counters wrap. A meter that fails is reported once and passed over; one that is slow is reported once.
+    A meter of the board precedes a meter of the processor. Among equals the first counts. The power of a rail's meter
+    is listed among the rails and never taken for the board. All meters are read each time, because counters wrap. A
+    meter that fails or is slow is reported once, and a failed one is skipped.
 
     Args:
-        meters: of one board.
-        clock: seconds, by which a reading's time is taken.
+        meters: Meters of one board.
+        clock: Monotonic clock in seconds, which measures the duration of a reading.
     """
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,14 +41,15 @@ class Widest:
         self._slow: set[int] = set()  # places of meters whose slowness has been
 
     def read(self, now_s: float) -> Power:
-        """The energy and power of the widest meter that answers, with the rails of all.
+        """Return the power of the widest meter that responds, with the rails of all meters.
 
-        A meter that answered recently and is silent now is waited for: a narrower one would be mistaken for it.
+        If a meter that responded recently is silent, the reading has no total: a narrower meter would be mistaken for
+        it.
         """
         chosen: Power | None = None
         rails_w: dict[str, float] = {}
         for place, meter in enumerate(self._meters):
-            power = self._read(place, meter, now_s)
+            power = self._read_meter(place, meter, now_s)
             rails_w |= power.rails_w
             if meter.covers == "rail":
                 if power.total_w is not None and power.source is not None:
@@ -60,14 +61,17 @@ class Widest:
         told = chosen or Power()
         return Power(told.total_w, told.source, rails_w, told.energy_j)
 
-    def _read(self, place: int, meter: Meter, now_s: float) -> Power:
-        """Values of a meter; impossible numbers become unknown."""
+    def _read_meter(self, place: int, meter: Meter, now_s: float) -> Power:
         try:
             begun_s = self._clock()
             power = meter.read(now_s)
-            self._timed(place, meter, self._clock() - begun_s)
-            rails_w = {label: watts for label, watts in power.rails_w.items() if plausible(watts, MOST_W) is not None}
-            return Power(plausible(power.total_w, MOST_W), power.source, rails_w, plausible(power.energy_j))
+            self._report_slow_meter(place, meter, self._clock() - begun_s)
+            rails_w = {
+                label: watts for label, watts in power.rails_w.items() if plausible_or_none(watts, MOST_W) is not None
+            }
+            return Power(
+                plausible_or_none(power.total_w, MOST_W), power.source, rails_w, plausible_or_none(power.energy_j)
+            )
         except Exception as error:  # code from outside may raise anything; the board's task continues
             if place not in self._failed:
                 self._failed.add(place)
@@ -75,7 +79,7 @@ class Widest:
                 log.warning("the meter %s fails and is passed over: %s: %s", name, type(error).__name__, error)
             return Power()
 
-    def _timed(self, place: int, meter: Meter, seconds: float) -> None:
+    def _report_slow_meter(self, place: int, meter: Meter, seconds: float) -> None:
         if seconds > SLOW_S and place not in self._slow:
             self._slow.add(place)
             log.warning(
@@ -85,19 +89,17 @@ class Widest:
             )
 
 
-def plausible(value: float | None, most: float = math.inf) -> float | None:
-    """The number, or None if it is negative, not finite or above `most`."""
+def plausible_or_none(value: float | None, most: float = math.inf) -> float | None:
+    """Return the number, or None if it is negative, not finite or above `most`."""
     return value if value is not None and math.isfinite(value) and 0 <= value <= most else None
 
 
 class Rate:
-    """Power as the difference of a joule counter between two readings."""
-
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None  # (now_s, energy_j)
 
-    def watts(self, now_s: float, energy_j: float) -> float | None:
-        """Watts since the last reading; None for the first, and if clock or counter went back."""
+    def mean_power_w(self, now_s: float, energy_j: float) -> float | None:
+        """Return the mean power since the last reading, or None at first or after a decrease."""
         last, self._last = self._last, (now_s, energy_j)
         if last is None or now_s <= last[0] or energy_j < last[1]:
             return None

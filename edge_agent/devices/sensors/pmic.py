@@ -1,10 +1,10 @@
-"""Voltages and currents of a Raspberry Pi 5's power controller, as its firmware tells them.
+"""Voltages and currents of a Raspberry Pi 5's power controller, from its firmware.
 
-`vcgencmd pmic_read_adc` prints them; the same question is asked here by the firmware's mailbox, /dev/vcio, without a
-process for each reading (github.com/raspberrypi/utils, vcgencmd). Raspberry Pi OS gives that file to the group `video`.
-A line is "VDD_CORE_A current(7)=1.29000000A" or "VDD_CORE_V volt(15)=0.75000000V". The 5 V input has a voltage and no
-current: what USB devices take, and what the controller itself loses, is not in the sum, which is below what a wall
-plug shows. It counts as power of the processor and memory, not of the board.
+This is the output of `vcgencmd pmic_read_adc`, read through the firmware's mailbox /dev/vcio without a process for each
+reading (github.com/raspberrypi/utils, vcgencmd). Raspberry Pi OS gives that file to the group `video`. A line is
+"VDD_CORE_A current(7)=1.29000000A" or "VDD_CORE_V volt(15)=0.75000000V". The 5 V input has a voltage but no current:
+USB devices and the controller's losses are not in the sum, which is below the reading of a wall plug. The sum counts as
+power of processor and memory, not of the board.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 
 
 class Pmic:
-    """Power of each rail that has a voltage and a current. A `fedquilt.core.Meter`.
+    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`.
 
     Args:
-        ask: returns the firmware's answer to "pmic_read_adc", or None.
+        ask: Function that returns the firmware's output for "pmic_read_adc", or None.
     """
 
     covers: Covers = "processor"
@@ -43,7 +43,6 @@ class Pmic:
         self._ask = ask
 
     def read(self, now_s: float) -> Power:
-        """Watts of each rail, and their sum; nothing if the firmware does not answer."""
         found = {(rail, unit): float(value) for rail, unit, value in LINE.findall(self._ask() or "")}
         rails_w = {
             rail: amperes * found[rail, "V"]
@@ -53,14 +52,14 @@ class Pmic:
         return Power(sum(rails_w.values()), "pmic", rails_w) if rails_w else Power()
 
 
-def connect(root: Path) -> Pmic | None:
-    """The meter of the Raspberry Pi 5 whose files are under `root`; None: it is none, or this user may not ask it."""
-    meter = Pmic(lambda: command(root / MAILBOX, QUESTION))
+def detect_pmic(root: Path) -> Pmic | None:
+    """Return the meter of a Raspberry Pi 5, or None on another board or without permission."""
+    meter = Pmic(lambda: run_firmware_command(root / MAILBOX, QUESTION))
     return meter if meter.read(0.0).rails_w else None
 
 
-def command(mailbox: Path, question: str) -> str | None:
-    """Answer of the firmware to a command of vcgencmd; None: no such file, no right to it, or the firmware refuses."""
+def run_firmware_command(mailbox: Path, question: str) -> str | None:
+    """Return the output of a vcgencmd command, or None if the mailbox or the command fails."""
     words = array.array("I", bytes(4 * HEAD + TEXT_BYTES + 4))
     text = question.encode() + b"\0"
     words[0], words[2], words[3] = 4 * len(words), GENCMD, TEXT_BYTES

@@ -1,9 +1,9 @@
-"""Roles of power rails by board: which rail is the total, or which add up to it, and which lie inside another.
+"""Roles of power rails by board: the total, rails that add up to it, and parts of other rails.
 
-Sources: NVIDIA's developer guides, the tables "Power monitor" of each board (Jetson Linux R32.7 for Nano, TX2 and
-Xavier; R35 and R36 for Orin; R38 for Thor). On AGX Orin the guide says that VDDQ_VDD2_1V8AO's power is also
-included in VIN_SYS_5V0. On Thor an INA238 measures VIN, the input of module and carrier board; the three INA3221 rails
-are parts of it (jetson_stats, pull request 900; a public log of an idle board: 13 W of rails, 23 W at VIN).
+Sources are NVIDIA's developer guides, tables "Power monitor" of each board (Jetson Linux R32.7 for Nano, TX2 and
+Xavier, R35 and R36 for Orin, R38 for Thor). On AGX Orin the power of VDDQ_VDD2_1V8AO is included in VIN_SYS_5V0. On
+Thor an INA238 measures VIN, the input of module and carrier board, and the three INA3221 rails are parts of it
+(jetson_stats, pull request 900. A public log of an idle board has 13 W of rails and 23 W at VIN).
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ WINDOW: Final = 50  # readings
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of one family's rails."""
-
     fits: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
     sums: tuple[str, ...]  # rails whose sum is the total: one, where a rail measures the board's or module's input
     inside: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
 
-    def parts(self, whole: str) -> list[str]:
-        """Rails directly inside another."""
+    def parts_of(self, whole: str) -> list[str]:
+        """Return the rails directly inside another rail."""
         return [part for part, place in self.inside.items() if place == whole]
 
 
-def _in(whole: str, *parts: str) -> Roles:
+def _roles_with_parts(whole: str, *parts: str) -> Roles:
     return Roles((), (whole,), dict.fromkeys(parts, whole))
 
 
-_NANO = _in("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
-_TX2 = _in("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", "VDD_SYS_SOC", "VDD_4V0_WIFI")
-_SODIMM = _in("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
-_THOR = _in("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
+_NANO = _roles_with_parts("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
+_TX2 = _roles_with_parts("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", "VDD_SYS_SOC", "VDD_4V0_WIFI")
+_SODIMM = _roles_with_parts("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
+_THOR = _roles_with_parts("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
 
 TABLE: Final[Sequence[Roles]] = (
     Roles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
@@ -55,8 +53,8 @@ TABLE: Final[Sequence[Roles]] = (
 )
 
 
-def find(compatible: Collection[str], labels: Collection[str]) -> Roles | None:
-    """Roles by the board's names in the device tree, or, where that is hidden, by the labels of its rails.
+def find_roles(compatible: Collection[str], labels: Collection[str]) -> Roles | None:
+    """Return roles by the names in the device tree, else by the rail labels, or None if unknown.
 
     None: neither is known. Which rails are parts of which cannot be said then.
     """
@@ -69,18 +67,16 @@ def find(compatible: Collection[str], labels: Collection[str]) -> Roles | None:
 
 
 class Sum(NamedTuple):
-    """Total of a board's rails; `fault` says in a sentence why there is none."""
-
     watts: float | None
     fault: str | None = None
 
 
-def total(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
-    """The board's power from its rails by label; None where it cannot be right, which is never taken for 0.
+def total_power(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
+    """Return the power of a board from its rails, or the reason why the total is implausible.
 
     Args:
-        roles: of the board's rails.
-        watts: of each rail, with its sign; None: the rail does not answer.
+        roles: Roles of the board's rails, or None if unknown.
+        watts: Signed power of each rail by label, or None for a rail without a reading.
     """
     if not watts:
         return Sum(None)
@@ -98,7 +94,7 @@ def total(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
     if not LEAST_W <= found <= MOST_W:
         return Sum(None, f"the total of {found:.2f} W is implausible")
     for label in roles.sums:
-        parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts(label))
+        parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts_of(label))
         if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
             said = f"{watts[label]:.2f} W"
             return Sum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
@@ -106,13 +102,11 @@ def total(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
 
 
 class Stuck:
-    """Whether a total stands still while its parts move, over the last readings."""
-
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []  # (total, sum of its parts)
 
-    def seen(self, whole: float, parts: float) -> str | None:
-        """Sentence on a total that is stuck, with one more reading; None: it is not."""
+    def check_reading(self, whole: float, parts: float) -> str | None:
+        """Add a reading. Return the reason if the total is stuck, or None."""
         if self._seen and whole != self._seen[-1][0]:
             self._seen.clear()
         self._seen = [*self._seen[1 - WINDOW :], (whole, parts)]

@@ -1,7 +1,7 @@
-"""Readers of examples: npz, IDX, folders of images, torchvision's data sets, tables, recordings, texts. Never a pickle.
+"""Readers of examples: .npz, IDX, image folders, torchvision, tables, recordings and texts.
 
-A reader loads all labels, and the inputs of chosen rows only: from npz and IDX as a stream,
-block by block, so that a device with a hundredth of a data set never holds the rest. One file for each kind.
+A reader loads all labels, but only the inputs of selected rows: .npz and IDX files are streamed block by block, so that
+a device never loads the other devices' examples. No reader loads a pickle.
 """
 
 from __future__ import annotations
@@ -13,37 +13,32 @@ import msgspec
 
 from fedquilt.core import DataError
 from fedquilt.data.readers import audio, files, image_file, images, npz, outside, table, text
-from fedquilt.data.readers.base import Reader, reading
-from fedquilt.data.readers.table import words
+from fedquilt.data.readers.base import Reader, convert_read_errors
+from fedquilt.data.readers.table import category_words
 from fedquilt.data.spec import DataSpec
 
-__all__ = ["Reader", "image_depth", "open_", "require_supported_images", "words"]
+__all__ = ["Reader", "category_words", "image_depth", "open_reader", "require_supported_images"]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
-    "npz": npz.open_,
-    "idx": images.idx,
+    "npz": npz.open_npz,
+    "idx": images.open_idx,
     "folder": images.open_folder,
     "torchvision": images.open_torchvision,
-    "csv": table.open_,
-    "parquet": table.open_,
-    "audio": audio.open_,
-    "text": text.open_,
+    "csv": table.open_table,
+    "parquet": table.open_table,
+    "audio": audio.open_recordings,
+    "text": text.open_texts,
 }
 BY_CLASS = ("idx", "folder", "torchvision")  # kinds with classes only
 
 
-def open_(spec: DataSpec) -> Reader:
-    """Open the reader for the content of the spec's path.
-
-    Raises:
-        DataError: nothing is there, or nothing readable; names the file and the mend.
-    """
+def open_reader(spec: DataSpec) -> Reader:
     if not spec.path:
-        return outside.open_(spec)
+        return outside.open_plugin_data(spec)
     path = Path(spec.path)
-    with reading(path):  # in a folder closed to this user, no file can even be looked for
-        kind = spec.format if spec.format != "auto" else _kind(path, spec)
+    with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
+        kind = spec.format if spec.format != "auto" else _detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
             raise DataError(
                 f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
@@ -56,33 +51,38 @@ def open_(spec: DataSpec) -> Reader:
 
 
 def image_depth(spec: DataSpec) -> int:
-    """Return the bits of a grey level in the training images of a folder, or 0 for 8-bit images and other data.
+    """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images.
+
+    Other data have the depth 0.
 
     Raises:
-        DataError: If the folder holds no images, or an image cannot be decoded.
+        DataError: If the folder has no images, or an image cannot be decoded.
     """
-    return image_file.measure_grey_depth(_image_files(msgspec.structs.replace(spec, split="train")))
+    return image_file.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
-    """Check the header of each image in a folder. Other data have no such headers.
+    """Check the header of each image in a folder. Do nothing for other data.
 
     Raises:
         DataError: If an image is of a kind that cannot be read.
     """
-    image_file.require_supported(_image_files(spec))
+    image_file.require_supported_files(_list_image_files(spec))
 
 
-def _image_files(spec: DataSpec) -> list[Path]:
-    """Return the image files of a folder, or [] for other data, and without Pillow, which the reader reports."""
+def _list_image_files(spec: DataSpec) -> list[Path]:
+    # Without Pillow the list is empty: the reader reports the missing package.
     path = Path(spec.path)
-    with reading(path):
-        if not image_file.has_pillow() or (spec.format if spec.format != "auto" else _kind(path, spec)) != "folder":
+    with convert_read_errors(path):
+        if (
+            not image_file.has_pillow()
+            or (spec.format if spec.format != "auto" else _detect_format(path, spec)) != "folder"
+        ):
             return []
-        return files.by_class(path, spec, image_file.SUFFIXES, "images")[0]
+        return files.find_files_by_class(path, spec, image_file.SUFFIXES, "images")[0]
 
 
-def _kind(path: Path, spec: DataSpec) -> str:
+def _detect_format(path: Path, spec: DataSpec) -> str:
     if spec.dataset:
         return "torchvision"
     if spec.audio is not None:
@@ -90,7 +90,7 @@ def _kind(path: Path, spec: DataSpec) -> str:
     if spec.text is not None:
         return "text"
     if path.is_dir():
-        if images.idx_files(path):
+        if images.find_idx_images(path):
             return "idx"
-        return next((TABLES[file.suffix] for file in table.split_files(path, spec.split)), "folder")
+        return next((TABLES[file.suffix] for file in table.find_split_tables(path, spec.split)), "folder")
     return TABLES.get(path.suffix.lower(), "idx" if images.IDX_IMAGES.match(path.name) else "npz")

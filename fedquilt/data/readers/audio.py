@@ -1,4 +1,4 @@
-"""Recordings: WAV files in a folder for each class, or named by a table, as log-mel spectrograms."""
+"""Recordings as log-mel spectrograms: WAV files in a folder per class, or listed in a table."""
 
 from __future__ import annotations
 
@@ -35,50 +35,52 @@ class _Sound(NamedTuple):
     samples: int  # of each channel
 
 
-def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
-    """Open recordings as spectrograms, float32 (n, frames, mels). Headers are read now, sounds when rows are taken.
+def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+    """Open recordings as spectrograms, float32 (n, frames, mels).
+
+    Headers are read now, and samples when rows are taken.
 
     Raises:
-        DataError: a file is no such recording, or there is none; names it and the mend.
+        DataError: If there is no recording, or a file is not a WAV file at the configured rate.
     """
     audio = spec.audio or Audio()
     owner = None
-    if path.is_dir() and not table.split_files(path, spec.split):
+    if path.is_dir() and not table.find_split_tables(path, spec.split):
         if spec.task != "classes":
             raise DataError(
                 f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
                 "table"
             )
-        found, labels = files.by_class(path, spec, (".wav",), "recordings")
+        found, labels = files.find_files_by_class(path, spec, (".wav",), "recordings")
     else:
-        found, labels, owner = _read_listing(table.file_of(path, spec), spec, labelled)
+        found, labels, owner = _read_listing(table.find_table(path, spec), spec, labelled)
     for file in found:
         with _open_wav(file) as sound:
             _require_sample_rate(sound, file, audio)
-    shape = (spectrogram.frames_of(audio)[3], audio.mels)
+    shape = (spectrogram.frame_layout(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
         x = np.empty((len(rows), *shape), np.float32)
         for place, row in enumerate(rows):
-            x[place] = read_recording(found[row], audio)
+            x[place] = read_spectrogram(found[row], audio)
         return x
 
     return Reader(labels, take, shape, np.dtype(np.float32), owner=owner)
 
 
-def read_recording(source: Path | bytes, audio: Audio) -> np.ndarray:
+def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
     """Return the log-mel spectrogram (frames, mels) float32 of a WAV file, or of the file's bytes.
 
     Raises:
         DataError: If the file is no WAV file of integer samples at the wanted rate, or is cut short.
     """
-    return spectrogram.log_mel(read_samples(source, audio), audio)
+    return spectrogram.log_mel_spectrogram(read_samples(source, audio), audio)
 
 
 def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Return the recordings that a table names, with their labels and owners."""
 
-    def places(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
+    def listed_files(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
@@ -87,7 +89,9 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
                 )
         return [file.parent / str(name) for name in chunk.columns[names[0]]]
 
-    found = table.read_rows(file, spec, places, "a recording", "name the recordings: say which", labelled=labelled)
+    found = table.read_rows(
+        file, spec, listed_files, "a recording", "name the recordings: say which", labelled=labelled
+    )
     return list(chain.from_iterable(found.x)), found.y, found.owner
 
 
@@ -111,7 +115,6 @@ def _open_wav(source: Path | bytes) -> Iterator[_Sound]:
 
 
 def _read_head(stream: BinaryIO) -> _Sound:
-    """Read a WAV file up to its samples. Python's own reader takes extensible formats from Python 3.12 on alone."""
     riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
     if (riff, kind) != (b"RIFF", b"WAVE"):
         raise ValueError("it does not begin as one")
@@ -153,7 +156,7 @@ def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
     Raises:
         DataError: it is no WAV file of integer samples, or cut short.
     """
-    wanted, file = spectrogram.frames_of(audio)[0], _name_of(source)
+    wanted, file = spectrogram.frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)
         stream, channels, _, width, count = sound

@@ -1,4 +1,4 @@
-"""Common parts of readers: labels, a function to inputs, and blocks of rows read from a stream."""
+"""Common parts of readers: labels, access to inputs by row, and reading of streams in blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.erro
 
 @dataclass(frozen=True)
 class Reader:
-    """Labels, and a function from rows, in any order, to their inputs (rows, *shape).
+    """Labels of a data set, with a function that reads the inputs (rows, *shape) of any rows.
 
     Labels are (n,) int64 of classes, (n, k) float32 of a regression, (n, k) uint8 of several labels.
     """
@@ -39,8 +39,11 @@ class Reader:
     tokens: int = 0  # of texts: size of the vocabulary
 
 
-def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
-    """Read these rows, in their order, of the array that begins at the stream's position, to its end in blocks."""
+def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
+    """Read rows of the array at the stream's position, in the order of `rows`.
+
+    The array is read to its end, block by block.
+    """
     each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
     places = np.argsort(rows, kind="stable")
@@ -56,13 +59,13 @@ def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: n
     return result
 
 
-def class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return what is wrong with class numbers and the fix, or "" if all are from 0 to `classes` - 1.
+def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
+    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1.
 
     Args:
-        y: class of each example (n,), any whole numbers.
-        classes: number of classes of the network, if known.
-        is_table: whether [data] labels can number the classes.
+        y: Class of each example (n,), any integers.
+        classes: Number of classes of the network, or None if unknown.
+        is_table: Whether [data] labels can number the classes.
     """
     kinds = np.unique(y)
     if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
@@ -83,17 +86,12 @@ def class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool =
 
 
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
-    """Return labels in the type and shape of their task: see `Reader`.
-
-    Raises:
-        DataError: another type or shape, or values that the task does not have.
-    """
     said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):
             mend = "for numbers to predict set [data] task = 'regression'" if y.dtype.kind == "f" else ""
             if y.ndim == 1 and y.dtype.kind == "i":
-                mend = class_problem(y)
+                mend = describe_class_problem(y)
             raise DataError(f"{said}: one whole number from 0 each is wanted{f' ({mend})' if mend else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
@@ -110,8 +108,8 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
 
 
 @contextmanager
-def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn all errors of a damaged or forbidden file into one that names it."""
+def convert_read_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Turn errors of a damaged or unreadable file into a DataError that names the file."""
     kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
     try:
         yield

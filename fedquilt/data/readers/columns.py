@@ -1,4 +1,4 @@
-"""Columns of a table as numbers: inputs, categories as 0 and 1, and labels by their task."""
+"""Columns of a table as numbers: numeric inputs, one-hot categories, and labels by task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a table, column by column, and each row's position in the file."""
+    """Rows of a table by column, with each row's position in the file."""
 
     columns: Mapping[str, Sequence[Any]]
     places: Sequence[int]
@@ -34,11 +34,12 @@ class Chunk:
 
 
 class Decoder:
-    """Converts chunks to arrays by the [data] table.
+    """Converter of table chunks to arrays, by the [data] table.
 
     Args:
-        file: named in errors.
-        y: the columns of labels.
+        file: File named in errors.
+        spec: The [data] table.
+        y: Label columns.
     """
 
     def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
@@ -53,52 +54,41 @@ class Decoder:
                 f"{self._y[0]!r} holds"
             )
 
-    def names(self, x: Sequence[str]) -> tuple[str, ...]:
-        """Names of an example's values: of a category "colour=red"."""
+    def feature_names(self, x: Sequence[str]) -> tuple[str, ...]:
         found: list[str] = []
         for name in x:
             kinds = self._spec.categories.get(name)
             found += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
         return tuple(found)
 
-    def features(self, chunk: Chunk, x: Sequence[str]) -> np.ndarray:
-        """Inputs (rows, features) float32, columns side by side.
-
-        Raises:
-            DataError: a value is no number, missing, or none of its column's categories.
-        """
+    def decode_inputs(self, chunk: Chunk, x: Sequence[str]) -> np.ndarray:
         parts = []
         for name in x:
             kinds = self._spec.categories.get(name)
             if kinds is None:
-                parts.append(self.numbers(chunk, name, self._fill(name))[:, None])
+                parts.append(self.decode_numbers(chunk, name, self._fill_value(name))[:, None])
             else:
-                parts.append(self._one_hot(chunk, name, kinds))
+                parts.append(self._encode_one_hot(chunk, name, kinds))
         return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
 
-    def targets(self, chunk: Chunk) -> np.ndarray:
-        """Labels in the form of the task (`fedquilt.data.readers.base.Reader`).
-
-        Raises:
-            DataError: a label is unknown to the task.
-        """
+    def decode_labels(self, chunk: Chunk) -> np.ndarray:
         if self._spec.task == "regression":
-            return np.stack([self.numbers(chunk, name) for name in self._y], axis=1)
+            return np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
         if self._spec.task == "labels":
-            return self._several(chunk)
-        return self._classes(chunk)
+            return self._decode_multi_labels(chunk)
+        return self._decode_classes(chunk)
 
-    def numbers(self, chunk: Chunk, name: str, fill: float | None = None) -> np.ndarray:
-        """One column as (rows,) float32; missing values become `fill`.
+    def decode_numbers(self, chunk: Chunk, name: str, fill: float | None = None) -> np.ndarray:
+        """Return one column as (rows,) float32, with missing values replaced by `fill`.
 
         Raises:
-            DataError: one is missing without a fill, or is not a finite number.
+            DataError: If a value is missing and `fill` is None, or a value is not a finite number.
         """
         found = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):
-            if missing(value):
+            if is_missing(value):
                 if fill is None:
-                    self._refuse(
+                    self._raise_cell_error(
                         chunk, row, name, "the value is missing", "give [data] fill a number, or leave such rows out"
                     )
                 found[row] = fill
@@ -106,44 +96,48 @@ class Decoder:
             try:
                 found[row] = float(value)
             except (TypeError, ValueError):
-                self._refuse(chunk, row, name, f"{_quoted(value)} is not a number", self._how(chunk, name, value))
+                self._raise_cell_error(
+                    chunk, row, name, f"{_quote(value)} is not a number", self._number_hint(chunk, name, value)
+                )
             if not np.isfinite(found[row]):
-                self._refuse(chunk, row, name, f"{_quoted(value)} is not a finite number in 32 bits", "leave it out")
+                self._raise_cell_error(
+                    chunk, row, name, f"{_quote(value)} is not a finite number in 32 bits", "leave it out"
+                )
         return found
 
-    def _fill(self, name: str) -> float | None:
+    def _fill_value(self, name: str) -> float | None:
         fill = self._spec.fill
         return fill.get(name) if isinstance(fill, dict) else fill
 
-    def _how(self, chunk: Chunk, name: str, value: object) -> str:
+    def _number_hint(self, chunk: Chunk, name: str, value: object) -> str:
         if DECIMAL_COMMA.fullmatch(str(value)):
             return f"write it with a point, {str(value).replace(',', '.')}"
         if isinstance(name, str) and name in self._y:
             return "with task = 'regression' labels are numbers"
-        kinds = sorted({str(value) for value in chunk.columns[name] if not missing(value)})
+        kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or mend the value"
         words = f"{config.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
         return f"mend it, or list the column's words: categories = {{ {words} }}"
 
-    def _one_hot(self, chunk: Chunk, name: str, kinds: Sequence[str]) -> np.ndarray:
+    def _encode_one_hot(self, chunk: Chunk, name: str, kinds: Sequence[str]) -> np.ndarray:
         places = {kind: place for place, kind in enumerate(kinds)}
         found = np.zeros((len(chunk), len(kinds)), np.float32)
         for row, value in enumerate(chunk.columns[name]):
             if str(value) in places:
                 found[row, places[str(value)]] = 1
-            elif not (missing(value) and self._fill(name) is not None):  # filled: none of them
+            elif not (is_missing(value) and self._fill_value(name) is not None):  # filled: none of them
                 known = ", ".join(kinds)
-                self._refuse(
+                self._raise_cell_error(
                     chunk,
                     row,
                     name,
-                    f"{_quoted(value)} is none of its categories ({known})",
+                    f"{_quote(value)} is none of its categories ({known})",
                     "add it to [data] categories",
                 )
         return found
 
-    def _classes(self, chunk: Chunk) -> np.ndarray:
+    def _decode_classes(self, chunk: Chunk) -> np.ndarray:
         (name,) = self._y
         known = {kind: place for place, kind in enumerate(self._spec.labels)}
         found = np.empty(len(chunk), np.int64)
@@ -151,19 +145,19 @@ class Decoder:
             said = str(int(value)) if isinstance(value, bool) else str(value)
             if known:
                 if said not in known:
-                    self._refuse(
+                    self._raise_cell_error(
                         chunk,
                         row,
                         name,
-                        f"{_quoted(value)} is none of [data] labels ({', '.join(known)})",
+                        f"{_quote(value)} is none of [data] labels ({', '.join(known)})",
                         "add or mend it",
                     )
                 found[row] = known[said]
             elif said.isascii() and said.isdigit() and len(said) < 10:
                 found[row] = int(said)
             else:
-                self._refuse(
-                    chunk, row, name, f"{_quoted(value)} is not a class's number", self._label_hint(chunk, name)
+                self._raise_cell_error(
+                    chunk, row, name, f"{_quote(value)} is not a class's number", self._label_hint(chunk, name)
                 )
         return found
 
@@ -179,16 +173,16 @@ class Decoder:
             return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
         return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
 
-    def _several(self, chunk: Chunk) -> np.ndarray:
+    def _decode_multi_labels(self, chunk: Chunk) -> np.ndarray:
         if len(self._y) > 1:
-            found = np.stack([self.numbers(chunk, name) for name in self._y], axis=1)
+            found = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
             for row, column in np.argwhere((found != 0) & (found != 1)):
                 name = self._y[column]
-                self._refuse(
+                self._raise_cell_error(
                     chunk,
                     int(row),
                     name,
-                    f"{_quoted(chunk.columns[name][row])} is neither 0 nor 1",
+                    f"{_quote(chunk.columns[name][row])} is neither 0 nor 1",
                     "task = 'labels' wants these",
                 )
             return found.astype(np.uint8)
@@ -200,25 +194,24 @@ class Decoder:
             mark = next((each for each in SEPARATORS if each in text), ";")
             for word in filter(None, map(str.strip, text.split(mark))):
                 if word not in known:
-                    self._refuse(
+                    self._raise_cell_error(
                         chunk,
                         row,
                         name,
-                        f"{_quoted(word)} is none of [data] labels ({', '.join(known)})",
+                        f"{_quote(word)} is none of [data] labels ({', '.join(known)})",
                         "add or mend it",
                     )
                 held[row, known[word]] = 1
         return held
 
-    def _refuse(self, chunk: Chunk, row: int, name: str, what: str, mend: str) -> NoReturn:
+    def _raise_cell_error(self, chunk: Chunk, row: int, name: str, what: str, mend: str) -> NoReturn:
         raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
 
 
-def missing(value: Any) -> bool:
-    """Whether a cell stands for no value: empty, or a word such as NA."""
+def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.lower() in MISSING) or value != value
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     said = str(value)
     return repr(said if len(said) <= 40 else said[:37] + "...")

@@ -1,4 +1,4 @@
-"""Files in a folder for each class: images, recordings, texts."""
+"""Files of examples in a folder per class: images, recordings and texts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from fedquilt.core import DataError
 from fedquilt.data.spec import DataSpec
 
 
-def by_class(path: Path, spec: DataSpec, suffixes: Collection[str], what: str) -> tuple[list[Path], np.ndarray]:
-    """Find files of <path>/<split>/<class>/, or of <path>/<class>/ for the training split; with their classes (n,).
+def find_files_by_class(
+    path: Path, spec: DataSpec, suffixes: Collection[str], what: str
+) -> tuple[list[Path], np.ndarray]:
+    """Find the files of <path>/<split>/<class>/, and return them with their classes (n,).
 
-    Classes are those of the training split's folders in order of name, or as [data] labels lists them, so that all
-    splits number them alike.
+    The training split may also be in <path>/<class>/. Classes are numbered by [data] labels, or by the sorted folder
+    names of the training split.
 
     Args:
-        path: of the data set.
-        spec: gives the split and the names of classes.
-        suffixes: endings of the files' names, in small letters.
-        what: their name in errors: "images".
+        path: Folder of the data set.
+        spec: Split and class names.
+        suffixes: File name suffixes in lower case.
+        what: Noun for the files in errors, such as "images".
 
     Raises:
-        DataError: there are none, or a folder is no class to train on.
+        DataError: If there are no files, or a folder is not a class of the training split.
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":
         raise DataError(f"{path} has no folder {spec.split!r}: put its {what} in {path / spec.split}/<class>/")
-    numbered = spec.labels or tuple(subfolders(path / "train" if (path / "train").is_dir() else root))
-    if unknown := sorted(set(subfolders(root)) - set(numbered)):
+    numbered = spec.labels or tuple(list_subfolders(path / "train" if (path / "train").is_dir() else root))
+    if unknown := sorted(set(list_subfolders(root)) - set(numbered)):
         raise DataError(f"{root}: class {unknown[0]!r} is not among those to train on: {', '.join(numbered)}")
     files = [
         (file, label)
@@ -43,6 +45,5 @@ def by_class(path: Path, spec: DataSpec, suffixes: Collection[str], what: str) -
     return [file for file, _ in files], np.array([label for _, label in files], np.int64)
 
 
-def subfolders(path: Path) -> list[str]:
-    """Names of the folders in a folder, without hidden ones, sorted."""
+def list_subfolders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))

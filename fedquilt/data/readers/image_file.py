@@ -1,4 +1,4 @@
-"""Image files as arrays: the one decoder of training, evaluation, release checks, `run-model` and `serve-model`.
+"""Decoding of image files to arrays, shared by training, evaluation, release checks and serving.
 
 An 8-bit image becomes (h, w, 3) uint8. A grey image of more bits becomes (h, w) uint16, with its levels stretched
 from `[data] depth` bits to 16. EXIF orientation is applied and transparent pixels are laid on white.
@@ -24,16 +24,10 @@ PIXELS_MOST: Final = 16_000_000  # of an image that came over a network: 48 MB a
 
 
 def has_pillow() -> bool:
-    """Return whether Pillow is installed."""
     return importlib.util.find_spec("PIL") is not None
 
 
 def import_pillow() -> Any:
-    """Return Pillow's Image module.
-
-    Raises:
-        DataError: If Pillow is not installed.
-    """
     try:
         from PIL import Image
 
@@ -74,7 +68,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(f"cannot read {name}: {reason or type(error).__name__}") from None
-    return images.scale(pixels[None], size)[0] if size else pixels
+    return images.resize_images(pixels[None], size)[0] if size else pixels
 
 
 def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
@@ -102,12 +96,7 @@ def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False)
     return np.asarray(image.convert("RGB"))
 
 
-def require_supported(files: Sequence[Path]) -> None:
-    """Check the headers of images.
-
-    Raises:
-        DataError: If a file is no image, or is an image that `read_image` rejects.
-    """
+def require_supported_files(files: Sequence[Path]) -> None:
     for file in files:
         try:
             with _open_image(import_pillow(), file) as image:

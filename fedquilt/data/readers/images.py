@@ -1,4 +1,4 @@
-"""Images: IDX files, folders by class, torchvision's data sets."""
+"""Image data sets: IDX files, folders by class, and torchvision's data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from fedquilt.core import DataError
 from fedquilt.data import images
 from fedquilt.data.readers import files, image_file
-from fedquilt.data.readers.base import BROKEN, Bytes, Reader, convert_labels, reading, rows_of
+from fedquilt.data.readers.base import BROKEN, Bytes, Reader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
@@ -22,13 +22,12 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 # -- IDX, the format of MNIST ---------------------------------------------------------------------
 
 
-def idx(path: Path, spec: DataSpec) -> Reader:
-    """Open images and labels of an IDX file, or of the split's files in a folder."""
+def open_idx(path: Path, spec: DataSpec) -> Reader:
     if path.is_dir():
         wanted = ("t10k", "test") if spec.split == "test" else (spec.split,)
-        found = [file for file in idx_files(path) if any(part in file.name for part in wanted)]
+        found = [file for file in find_idx_images(path) if any(part in file.name for part in wanted)]
         if len(found) != 1:
-            have = ", ".join(file.name for file in idx_files(path)) or "none"
+            have = ", ".join(file.name for file in find_idx_images(path)) or "none"
             raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {have}")
         path = found[0]
     match = IDX_IMAGES.match(path.name)
@@ -37,23 +36,26 @@ def idx(path: Path, spec: DataSpec) -> Reader:
     beside = path.with_name(f"{match[1]}labels{match[2]}idx1-ubyte{match[3] or ''}")
     if not beside.is_file():
         raise DataError(f"{path} has no labels: {beside.name} is not beside it")
-    with reading(beside), _opened(beside) as stream:
-        (count,) = _idx_header(stream, beside, 1)
-        labels = rows_of(stream, (count,), np.dtype(np.uint8), np.arange(count))
-    with reading(path), _opened(path) as stream:
-        shape = _idx_header(stream, path, 3)
+    with convert_read_errors(beside), _open_stream(beside) as stream:
+        (count,) = _read_idx_header(stream, beside, 1)
+        labels = read_rows(stream, (count,), np.dtype(np.uint8), np.arange(count))
+    with convert_read_errors(path), _open_stream(path) as stream:
+        shape = _read_idx_header(stream, path, 3)
     if shape[0] != count:
         raise DataError(f"{path} holds {shape[0]} images, {beside.name} {count} labels: they are not of one set")
 
     def take(rows: np.ndarray) -> np.ndarray:
-        with reading(path), _opened(path) as stream:
-            return rows_of(stream, _idx_header(stream, path, 3), np.dtype(np.uint8), rows)
+        with convert_read_errors(path), _open_stream(path) as stream:
+            return read_rows(stream, _read_idx_header(stream, path, 3), np.dtype(np.uint8), rows)
 
     return Reader(convert_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
 
 
-def idx_files(path: Path) -> list[Path]:
-    """Image files in a folder, or in `raw` in it, torchvision's place for them; unpacked before packed."""
+def find_idx_images(path: Path) -> list[Path]:
+    """Return the IDX image files in a folder and its subfolder `raw`, uncompressed ones first.
+
+    Of a file that exists in both forms, only one is returned.
+    """
     found: dict[str, Path] = {}
     for folder in (path, path / "raw"):
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():
@@ -62,15 +64,15 @@ def idx_files(path: Path) -> list[Path]:
     return list(found.values())
 
 
-def _idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, ...]:
-    """Shape of an IDX file: two zero bytes, the type (8: unsigned byte), the rank, then big-endian uint32 sizes."""
+def _read_idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, ...]:
+    # Two zero bytes, the type (8 is unsigned byte), the rank, then the sizes as big-endian uint32.
     head = stream.read(4 * (1 + dimensions))
     if len(head) < 4 * (1 + dimensions) or head[:4] != bytes((0, 0, 8, dimensions)):
         raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions: fetch it anew")
     return tuple(int(size) for size in np.frombuffer(head, ">u4")[1:])
 
 
-def _opened(path: Path) -> Bytes:
+def _open_stream(path: Path) -> Bytes:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
@@ -78,16 +80,14 @@ def _opened(path: Path) -> Bytes:
 
 
 def open_folder(path: Path, spec: DataSpec) -> Reader:
-    """Return a reader of image files by class, as found by `files.by_class`."""
-    found, labels = files.by_class(path, spec, image_file.SUFFIXES, "images")
+    found, labels = files.find_files_by_class(path, spec, image_file.SUFFIXES, "images")
     return _reader_of_images(labels, lambda row: image_file.read_image(found[row], spec.size, spec.depth), path)
 
 
 def open_torchvision(path: Path, spec: DataSpec) -> Reader:
-    """Return a reader of one of torchvision's data sets."""
-    from fedquilt.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import import_torchvision
 
-    torchvision()
+    import_torchvision()
     from torchvision import datasets
 
     kind = getattr(datasets, spec.dataset, None)
@@ -105,11 +105,11 @@ def open_torchvision(path: Path, spec: DataSpec) -> Reader:
     if labels is None:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
-    def image(row: int) -> np.ndarray:
+    def read_pixels(row: int) -> np.ndarray:
         pixels = image_file.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
-        return images.scale(pixels[None], spec.size)[0] if spec.size else pixels
+        return images.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
 
-    return _reader_of_images(convert_labels(np.asarray(labels), path), image, path)
+    return _reader_of_images(convert_labels(np.asarray(labels), path), read_pixels, path)
 
 
 def _reader_of_images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:

@@ -1,4 +1,4 @@
-"""Arrays of .npz files, read as a stream, block by block. Never a pickle."""
+"""Arrays of .npz files, streamed block by block, without pickles."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers.base import Bytes, Reader, convert_labels, reading, rows_of
+from fedquilt.data.readers.base import Bytes, Reader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
 
-def open_(path: Path, spec: DataSpec) -> Reader:
-    """Open the arrays of inputs and labels in an .npz file."""
-    with reading(path), zipfile.ZipFile(path) as archive:
+def open_npz(path: Path, spec: DataSpec) -> Reader:
+    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
         names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
-        x, y = (_key(path, spec, letter, names) for letter in "xy")
+        x, y = (_array_name(path, spec, letter, names) for letter in "xy")
         with archive.open(f"{y}.npy") as stream:
-            head = _npy_header(stream, path, y)
-            labels = rows_of(stream, *head, np.arange(head[0][0]))
+            head = _read_npy_header(stream, path, y)
+            labels = read_rows(stream, *head, np.arange(head[0][0]))
         with archive.open(f"{x}.npy") as stream:
-            shape, dtype = _npy_header(stream, path, x)
-        owner = _owner(archive, path, spec, names, len(labels))
+            shape, dtype = _read_npy_header(stream, path, x)
+        owner = _read_owners(archive, path, spec, names, len(labels))
     if len(labels) != shape[0]:
         raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
     def take(rows: np.ndarray) -> np.ndarray:
-        with reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
-            return rows_of(stream, *_npy_header(stream, path, x), rows)
+        with convert_read_errors(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
+            return read_rows(stream, *_read_npy_header(stream, path, x), rows)
 
     return Reader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
 
 
-def _owner(archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int) -> np.ndarray | None:
-    """User of each example, from the array `column`, or `column`_<split>; None: not needed."""
+def _read_owners(
+    archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int
+) -> np.ndarray | None:
     if not spec.column:
         return None
     name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")
     if not name:
         raise DataError(f"{path} holds {', '.join(names)}, not {spec.column}: set [data] column to one of these")
     with archive.open(f"{name}.npy") as stream:
-        shape, dtype = _npy_header(stream, path, name, "uiU")
+        shape, dtype = _read_npy_header(stream, path, name, "uiU")
         if shape != (count,):
             raise DataError(f"{path}: {name} has shape {shape}, and one user for each of {count} examples is wanted")
-        return rows_of(stream, shape, dtype, np.arange(count)).astype(str)
+        return read_rows(stream, shape, dtype, np.arange(count)).astype(str)
 
 
-def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
-    """Name of the array of inputs ("x") or labels ("y"): as given, else x_<split>, else x for the training split."""
+def _array_name(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
     given = spec.x if letter == "x" else spec.y
     if not isinstance(given, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
@@ -61,8 +60,9 @@ def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
     raise DataError(f"{path} holds {', '.join(names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}")
 
 
-def _npy_header(stream: Bytes, path: Path, name: str, kinds: str = "uifb") -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the next array in the stream."""
+def _read_npy_header(
+    stream: Bytes, path: Path, name: str, kinds: str = "uifb"
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:

@@ -1,4 +1,4 @@
-"""Data sets of other packages: a function from a `DataSpec` to inputs and labels, by entry point or `module:name`."""
+"""Data sets from plug-in packages, found by entry point or `module:name`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fedquilt.data.readers.base import Reader, convert_labels
 from fedquilt.data.spec import DataSpec
 
 
-def open_(spec: DataSpec) -> Reader:
-    """Open the data set that the spec's `dataset` names, as a whole.
+def open_plugin_data(spec: DataSpec) -> Reader:
+    """Open the plug-in data set named by the spec's `dataset`.
 
-    Its function gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels (n,), a pair or
-    `Examples`: the same on every call, as each device draws its share from it.
+    The plug-in is a function that gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels
+    (n,), as a pair or as `Examples`. Each call must return the same data, because every device draws its share from it.
 
     Raises:
-        DataError: there is none, it fails, or its result is no examples; names it and the mend.
+        DataError: If the plug-in is missing, fails, or returns no examples.
     """
     try:
-        plugin = plugins.find("data", spec.dataset)
+        plugin = plugins.find_plugin("data", spec.dataset)
         assert plugin is not None  # fedquilt's own data sets are read by `format`, and have no names
-        made = plugins.imported(plugin)
+        made = plugins.import_plugin(plugin)
         if not callable(made):
-            raise plugins.refused(plugin, "a function from a DataSpec to inputs and labels", made)
+            raise plugins.wrong_kind_error(plugin, "a function from a DataSpec to inputs and labels", made)
     except JobError as error:
         raise DataError(str(error)) from None
     try:
@@ -35,11 +35,11 @@ def open_(spec: DataSpec) -> Reader:
         raise
     except Exception as error:  # code from outside may raise anything
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
-    x, y = _pair(plugin, found)
+    x, y = _require_arrays(plugin, found)
     return Reader(convert_labels(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
 
 
-def _pair(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
+def _require_arrays(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
     pair = (found.x, found.y) if isinstance(found, Examples) else found
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, np.ndarray) for each in pair)):
         raise DataError(

@@ -1,7 +1,7 @@
-"""Tables: CSV by the standard library, Parquet by pyarrow. One row is one example, or one step of a window.
+"""Tables of examples: CSV by the standard library, and Parquet by pyarrow.
 
-A table is read once, in chunks, and kept as float32 numbers: errors in it are found when it is opened, with
-file, line and column.
+A row is one example, or one step of a window. A table is read once, in chunks, and stored as float32 numbers. Errors
+are raised on opening, with file, line and column.
 """
 
 from __future__ import annotations
@@ -26,33 +26,31 @@ SUFFIXES = (".csv", ".tsv", ".parquet")
 
 
 class Inputs(NamedTuple):
-    """Columns of a table by their role."""
-
     x: tuple[str, ...]
     y: tuple[str, ...]
     owner: str
 
 
-def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
-    """Open the rows of a table, or windows of them, with their labels: zeros for an unlabelled table.
+def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+    """Open the rows of a table, or windows of them, with their labels.
+
+    An unlabelled table gets zeros as labels.
 
     Raises:
-        DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
+        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
-    file = file_of(path, spec)
+    file = find_table(path, spec)
     found = read_rows(
-        file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example", labelled=labelled
+        file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
     )
     values = np.concatenate(found.x)
     rows = Reader(
         found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
     )
-    return rows if spec.windows is None else _windows(file, spec, spec.windows, rows)
+    return rows if spec.windows is None else _cut_windows(file, spec, spec.windows, rows)
 
 
 class Gathered(NamedTuple):
-    """All rows of a table."""
-
     x: list[Any]  # of each chunk: the result of `inputs`
     y: np.ndarray  # labels, as in `Reader`
     owner: np.ndarray | None  # (n,) of words: user of each row; None: not needed
@@ -68,20 +66,20 @@ def read_rows(
     *,
     labelled: bool = True,
 ) -> Gathered:
-    """Read a table in chunks: labels and owners from their columns, inputs by the function `inputs`.
+    """Read inputs, labels and owners of a table in chunks.
 
     Args:
-        file: the table.
-        spec: names the columns and the task.
-        inputs: (chunk, decoder, names of the input columns) -> the inputs of the chunk's rows.
-        each: content of a row, for the error on a table without rows.
-        alone: if one column holds the inputs: what several columns could all be, for the error; "": any number is fine.
-        labelled: whether the table has the columns of labels. Labels of an unlabelled table are zeros.
+        file: The table.
+        spec: Columns and task.
+        inputs: Function from a chunk, the decoder and the input columns to the chunk's inputs.
+        each: Noun for a row, for the error on a table without rows.
+        alone: Verb phrase for the error on several input columns, or "" to permit several.
+        labelled: Whether the table has label columns. Otherwise labels are zeros.
 
     Raises:
-        DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
+        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
-    chunks = read(file)
+    chunks = read_chunks(file)
     first = next(chunks)
     parts = column_roles(file, tuple(first.columns), spec, labelled=labelled)
     if alone and len(parts.x) != 1:
@@ -90,46 +88,45 @@ def read_rows(
     x, y, owner = [], [], []
     for chunk in chain((first,), chunks):
         x.append(inputs(chunk, decoder, parts.x))
-        y.append(decoder.targets(chunk) if labelled else np.zeros(len(chunk), np.int64))
+        y.append(decoder.decode_labels(chunk) if labelled else np.zeros(len(chunk), np.int64))
         if parts.owner:
             owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
     labels = np.concatenate(y)
     if not len(labels):
         raise DataError(f"{file} has a head and no rows: {each} in each row is wanted")
-    return Gathered(x, labels, np.concatenate(owner) if owner else None, decoder.names(parts.x))
+    return Gathered(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(parts.x))
 
 
-def words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The different words of some columns, sorted; missing values are none.
+def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the sorted distinct words of each column, without missing values.
 
     Raises:
-        DataError: a column that there is not, or a table that cannot be read.
+        DataError: If a column is missing, or the table cannot be read.
     """
-    file = file_of(path, spec)
+    file = find_table(path, spec)
     found: dict[str, set[str]] = {name: set() for name in names}
-    for chunk in read(file):
+    for chunk in read_chunks(file):
         require_columns(file, tuple(chunk.columns), "categories", names)
         for name, seen in found.items():
-            seen.update(str(value) for value in chunk.columns[name] if not columns.missing(value))
+            seen.update(str(value) for value in chunk.columns[name] if not columns.is_missing(value))
     return {name: tuple(sorted(seen)) for name, seen in found.items()}
 
 
 # -- which file, which columns --------------------------------------------------------------------
 
 
-def split_files(folder: Path, split: str) -> list[Path]:
-    """Tables named like the split in a folder: train.csv, test.parquet."""
+def find_split_tables(folder: Path, split: str) -> list[Path]:
     return [file for suffix in SUFFIXES if (file := folder / f"{split}{suffix}").is_file()]
 
 
-def file_of(path: Path, spec: DataSpec) -> Path:
-    """Table of the split: the file itself for the training split, or the file named like it in the folder.
+def find_table(path: Path, spec: DataSpec) -> Path:
+    """Return the table of the split: a file in a folder, or the path itself for the training split.
 
     Raises:
-        DataError: there is none.
+        DataError: If the split has no table, or several.
     """
     if path.is_dir():
-        found = split_files(path, spec.split)
+        found = find_split_tables(path, spec.split)
         if len(found) != 1:
             raise DataError(
                 f"{path} has {len(found) or 'no'} tables of split {spec.split!r}: name one {spec.split}.csv"
@@ -143,20 +140,17 @@ def file_of(path: Path, spec: DataSpec) -> Path:
     return path
 
 
-def columns_of(file: Path) -> tuple[str, ...]:
-    """Return the names of a table's columns.
-
-    Raises:
-        DataError: If the file is no table.
-    """
-    return tuple(next(read(file)).columns)
+def read_column_names(file: Path) -> tuple[str, ...]:
+    return tuple(next(read_chunks(file)).columns)
 
 
 def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> Inputs:
-    """Return the input, label and owner columns. By default "y" is the label and all others are inputs.
+    """Return the input, label and owner columns.
+
+    The default label column is "y", and the default inputs are all other columns.
 
     Raises:
-        DataError: a column does not exist; lists those that do.
+        DataError: If a column does not exist, or is both input and label.
     """
     y = label_columns(spec)
     owner = spec.column
@@ -177,42 +171,38 @@ def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: 
 
 
 def label_columns(spec: DataSpec) -> tuple[str, ...]:
-    """Return the names of the columns of labels."""
     given = (spec.y,) if isinstance(spec.y, str) else spec.y
     return tuple(name for name in given if name) or ("y",)
 
 
 def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:
-    """Check that a table has the columns that a key of [data] names.
-
-    Raises:
-        DataError: it has one of them not; lists those there are.
-    """
     if missing := [name for name in names if name not in there]:
-        hint = config.nearest(missing[0], there)
+        hint = config.suggest_nearest(missing[0], there)
         if missing[0] == "y" and key == "y" and not hint:
             hint = f": name the column of labels, as [data] y = {there[-1]!r}" if there else ""
-        raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{hint}")
+        raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_format_names(there)}{hint}")
 
 
-def _some(names: Sequence[str], most: int = 12) -> str:
+def _format_names(names: Sequence[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def read(file: Path) -> Iterator[Chunk]:
-    """Read a table in chunks, at least one, which may be empty; values are words from CSV, and typed from Parquet.
+def read_chunks(file: Path) -> Iterator[Chunk]:
+    """Read a table in chunks: strings from CSV, typed values from Parquet.
+
+    At least one chunk is returned, which may be empty.
 
     Raises:
-        DataError: it is no such table; names the line.
+        DataError: If the file cannot be read or is malformed.
     """
-    return _parquet(file) if file.suffix.lower() == ".parquet" else _csv(file)
+    return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 
-def _csv(file: Path) -> Iterator[Chunk]:
-    """Read CSV by commas, or by semicolons or tabs if the head has no comma. UTF-8, with or without byte order mark."""
+def _read_csv(file: Path) -> Iterator[Chunk]:
+    # The delimiter is a semicolon or a tab if the header has no comma. A byte order mark is skipped.
     begun = [0]  # line at which the last whole row ended
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -220,7 +210,7 @@ def _csv(file: Path) -> Iterator[Chunk]:
             if not head_line.strip():
                 raise DataError(f"{file} is empty: a first line with the columns' names is wanted")
             if "\0" in head_line:
-                raise DataError(f"{file} is not text in UTF-8{encoding(file)}")
+                raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}")
             delimiter = next((mark for mark in (",", ";", "\t") if mark in head_line), ",")
             stream.seek(0)
             rows = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -228,17 +218,17 @@ def _csv(file: Path) -> Iterator[Chunk]:
             if len(set(head)) < len(head):
                 twice = next(name for name in head if head.count(name) > 1)
                 raise DataError(f"{file}, line 1: two columns are called {twice!r}: give each its own name")
-            yield from _gathered(file, head, rows, begun)
+            yield from _chunk_rows(file, head, rows, begun)
     except UnicodeDecodeError:
-        raise DataError(f"{file} is not text in UTF-8{encoding(file)}") from None
+        raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}") from None
     except csv.Error as error:
         raise DataError(f"{file}, line {begun[0] + 1}: {error}: mend this line's quotes or separators") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _gathered(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[Chunk]:
-    """Rows in chunks; `ended[0]` becomes the line at which the last whole row ended."""
+def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[Chunk]:
+    # `ended[0]` is set to the line at which the last complete row ended.
     lines: list[int] = []
     held: list[list[str]] = []
     told = False
@@ -254,19 +244,18 @@ def _gathered(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended:
         lines.append(line)
         held.append(row)
         if len(held) == AT_ONCE:
-            yield _chunk(head, held, lines)
+            yield _chunk_from_rows(head, held, lines)
             lines, held, told = [], [], True
     if held or not told:
-        yield _chunk(head, held, lines)
+        yield _chunk_from_rows(head, held, lines)
 
 
-def _chunk(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> Chunk:
+def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> Chunk:
     values = list(zip(*rows, strict=True)) if rows else [() for _ in head]
     return Chunk({name: [each.strip() for each in column] for name, column in zip(head, values, strict=True)}, lines)
 
 
-def encoding(file: Path) -> str:
-    """Probable encoding of a file that is not UTF-8, and how to convert it."""
+def encoding_hint(file: Path) -> str:
     with file.open("rb") as stream:
         start = stream.read(4)
     wide = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
@@ -275,7 +264,7 @@ def encoding(file: Path) -> str:
     return f"{seems}: save it as UTF-8, as `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}` does"
 
 
-def _parquet(file: Path) -> Iterator[Chunk]:
+def _read_parquet(file: Path) -> Iterator[Chunk]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -296,11 +285,11 @@ def _parquet(file: Path) -> Iterator[Chunk]:
 # -- windows --------------------------------------------------------------------------------------
 
 
-def _windows(file: Path, spec: DataSpec, windows: Windows, rows: Reader) -> Reader:
-    """Runs of consecutive rows as examples (steps, features); none spans two users.
+def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: Reader) -> Reader:
+    """Return windows of consecutive rows as examples (steps, features). No window spans two users.
 
-    A window's label: of classes the most frequent among its rows (of equally many the least), of a regression
-    its last row's, of several labels those that any of its rows has.
+    The label of a window is the most frequent class (the least of ties), the last row's targets in a regression, or the
+    union of its rows' labels.
     """
     stride = windows.stride or windows.steps
     count = len(rows.y)

@@ -1,4 +1,4 @@
-"""Texts: a table with a column of texts, or a folder of .txt files for each class."""
+"""Texts as token numbers: a table with a text column, or a folder of .txt files per class."""
 
 from __future__ import annotations
 
@@ -14,56 +14,45 @@ from fedquilt.data.spec import DataSpec, Text
 from fedquilt.data.tokens import Tokenizer
 
 
-def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
-    """Open texts as tokens, int32 (n, length).
-
-    Raises:
-        DataError: the vocabulary or a text cannot be read, or the column does not exist.
-    """
+def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     if spec.text is None:
         raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
     tokenizer = Tokenizer.load(spec.text.vocabulary)
-    if path.is_dir() and not table.split_files(path, spec.split):
-        return _folder(path, spec, spec.text, tokenizer)
-    return _open_table(table.file_of(path, spec), spec, spec.text, tokenizer, labelled)
+    if path.is_dir() and not table.find_split_tables(path, spec.split):
+        return _open_folder(path, spec, spec.text, tokenizer)
+    return _open_table(table.find_table(path, spec), spec, spec.text, tokenizer, labelled)
 
 
 def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> Reader:
     """Return a reader of the tokens of a table's text column."""
 
-    def tokens(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
-        return _tokens([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
+    def encode_chunk(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
+        return _encode_texts([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
-    found = table.read_rows(file, spec, tokens, "a text", "be the text: name it", labelled=labelled)
+    found = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
     values = np.concatenate(found.x)
     return Reader(found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer))
 
 
-def _folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
+def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
     if spec.task != "classes":
         raise DataError(
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
-    found, labels = files.by_class(path, spec, (".txt",), "texts")
-    values = _tokens([_read_text(file) for file in found], text, tokenizer)
+    found, labels = files.find_files_by_class(path, spec, (".txt",), "texts")
+    values = _encode_texts([_read_text(file) for file in found], text, tokenizer)
     return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
 
 
-def _tokens(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
-    """Token numbers (texts, length) int32."""
+def _encode_texts(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
     found = np.zeros((len(texts), text.length), np.int32)
     for row, each in enumerate(texts):
         found[row] = tokenizer.encode(each, text.length)
     return found
 
 
-def tokens_of(source: Path | bytes, text: Text) -> np.ndarray:
-    """Return the token numbers (length,) int32 of a text file, or of a text's bytes in UTF-8.
-
-    Raises:
-        DataError: If the text or the vocabulary cannot be read.
-    """
-    return _tokens([_read_text(source)], text, Tokenizer.load(text.vocabulary))[0]
+def read_tokens(source: Path | bytes, text: Text) -> np.ndarray:
+    return _encode_texts([_read_text(source)], text, Tokenizer.load(text.vocabulary))[0]
 
 
 def _read_text(source: Path | bytes) -> str:
@@ -77,6 +66,6 @@ def _read_text(source: Path | bytes) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{file} is not text in UTF-8{table.encoding(file)}") from None
+        raise DataError(f"{file} is not text in UTF-8{table.encoding_hint(file)}") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None

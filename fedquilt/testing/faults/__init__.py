@@ -1,1 +1,1 @@
-"""Federations in one process on virtual time, in which disks, networks, clocks and processes fail by a schedule."""
+"""Simulated federations in one process on virtual time, with scheduled faults."""

@@ -1,4 +1,4 @@
-"""Whether each attempt at a round has ended by its deadline, on the clock of the simulation."""
+"""Check that each attempt at a round ends by its deadline, in virtual time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from fedquilt.coordinator.rounds import LEFT
 
 
 class Attempts:
-    """Attempts of one job.
-
-    Args:
-        deadline_s: Deadline of an attempt.
-        slack_s: Time that the coordinator may take to notice the deadline.
-    """
-
     def __init__(self, deadline_s: float, slack_s: float) -> None:
         self._deadline_s, self._slack_s = deadline_s, slack_s
         self._opened_s = math.inf  # no attempt runs
@@ -46,7 +39,6 @@ class Attempts:
         return wrong
 
     def extend_for_restart(self, now_s: float, away_s: float) -> None:
-        """Allow the running attempt the time `away_s` without a coordinator, and a share of its deadline."""
         if self._opened_s == math.inf:
             return
         least_s = LEFT * self._deadline_s

@@ -1,4 +1,4 @@
-"""A broker on virtual time, with sessions, wills and retained messages, that loses what it is told to lose."""
+"""Broker on virtual time with sessions, wills and retained messages, and with faults."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from fedquilt import wire
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Message
 
-matches = lru_cache(maxsize=1 << 14)(links.matches)
+matches = lru_cache(maxsize=1 << 14)(links.filter_matches)
 
 HOP_S = 0.01  # of a message, each way; messages of one instant arrive together
 WILL_S = 5.0  # after a client was last heard
 
 
 class Noise(NamedTuple):
-    """What happens to messages from `start_s` on: probabilities for each delivery, and a delay up to `delay_s`."""
-
     start_s: float
     end_s: float
     drop: float
@@ -34,13 +32,6 @@ class Noise(NamedTuple):
 
 
 class SimLink:
-    """A client of a SimBroker: a `fedquilt.transport.link.Link`.
-
-    Args:
-        name: of the client; one that connects with a name that is in use takes it over.
-        will: topic and payload.
-    """
-
     backlog = 0
 
     def __init__(self, broker: SimBroker, name: str, will: tuple[str, bytes] | None) -> None:
@@ -53,18 +44,15 @@ class SimLink:
         self.rewrite: Callable[[str, bytes], bytes] | None = None  # what it makes of what it sends
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe; retained messages of matching topics are delivered."""
         self.filters += [pattern for pattern in filters if pattern not in self.filters]
         if self.connected:
-            self.broker.subscribe(self)
+            self.broker.deliver_retained(self)
 
     def unsubscribe(self, filters: Sequence[str]) -> None:
-        """Undo subscriptions."""
         self.filters = [pattern for pattern in self.filters if pattern not in filters]
-        self.broker.unsubscribed()
+        self.broker.clear_matches()
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish; while it is cut off, messages that are reliable wait for the next session."""
         self.gate("publish", topic)
         if self.rewrite is not None:
             payload = self.rewrite(topic, payload)
@@ -72,32 +60,20 @@ class SimLink:
         self.gate("published", topic)
 
     def receive(self) -> list[Message]:
-        """Empty the inbox."""
         messages, self.inbox = self.inbox, []
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        """Refuse: virtual time does not wait."""
         raise RuntimeError("virtual time does not wait")
 
-    def tended(self) -> AbstractContextManager[None]:
-        """Virtual time stands still while something computes."""
+    def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
-        """Disconnect without a last will."""
-        self.broker.forget(self)
+        self.broker.remove_client(self)
 
 
 class SimBroker:
-    """The broker of one federation.
-
-    Args:
-        seed: of everything that is drawn.
-        noise: times of trouble on the way.
-        max_payload: bytes of the largest message.
-    """
-
     def __init__(self, seed: int, noise: Sequence[Noise] = (), max_payload: int = 1 << 20) -> None:
         self.now_s, self.max_payload = 0.0, max_payload
         self.up = True
@@ -116,7 +92,6 @@ class SimBroker:
     # -- clients --
 
     def connect(self, name: str, will: tuple[str, bytes] | None = None) -> SimLink:
-        """Connect a client. Its subscriptions of before are gone; what was queued for it comes all the same."""
         if name in self.clients:
             self.clients[name].connected = False
         link = SimLink(self, name, will)
@@ -129,19 +104,18 @@ class SimBroker:
             self._deliver_queued(name)
         return link
 
-    def forget(self, link: SimLink) -> None:
-        """A client says goodbye."""
+    def remove_client(self, link: SimLink) -> None:
         if self.clients.get(link.name) is link:
             link.connected = False
             del self.clients[link.name]
             self._takers.clear()
 
-    def cut(self, name: str, *, keep: bool) -> None:
-        """Cut a client off: it notices, the broker publishes its will after a while.
+    def disconnect_client(self, name: str, *, keep: bool) -> None:
+        """Disconnect a client. Its will is published WILL_S later.
 
         Args:
-            name: of the client.
-            keep: its session is kept, and messages for it are queued.
+            name: The name of the client.
+            keep: Whether to keep the session and to queue messages for the client.
         """
         link = self.clients.get(name)
         if link is None or not link.connected:
@@ -155,8 +129,7 @@ class SimBroker:
         if link.will is not None and self.up:
             heapq.heappush(self._wills, (self.now_s + WILL_S, name))
 
-    def join(self, name: str) -> None:
-        """A client that was cut off is back, in a new session."""
+    def reconnect_client(self, name: str) -> None:
         link = self.clients.get(name)
         if link is None or link.connected or not self.up:
             return
@@ -165,20 +138,19 @@ class SimBroker:
         self._wills = [each for each in self._wills if each[1] != name]
         self._takers.clear()
         self.woken.add(name)
-        self.subscribe(link)
+        self.deliver_retained(link)
         self._deliver_queued(name)
         for topic, payload, retain in self._unsent.pop(name, ()):
             self.publish(link, topic, payload, retain, True)
 
-    def gone(self, name: str) -> None:
-        """A client's process has ended without a word; what it had not sent is lost."""
+    def lose_client(self, name: str) -> None:
         self._unsent.pop(name, None)
-        self.cut(name, keep=self._roll.random() < 0.5)
+        self.disconnect_client(name, keep=self._roll.random() < 0.5)
 
     def stop(self, *, sessions: bool, retained: bool) -> None:
-        """The broker ends; messages on their way are lost, and what it keeps only if it is told to."""
+        """Stop the broker. Messages under way are lost, and sessions and retained messages if requested."""
         for name in list(self.clients):
-            self.cut(name, keep=sessions)
+            self.disconnect_client(name, keep=sessions)
         self.up = False
         self._wills.clear()
         self._heap.clear()
@@ -188,15 +160,13 @@ class SimBroker:
             self._retained.clear()
 
     def start(self) -> None:
-        """The broker is back, and so are all clients."""
         self.up = True
         for name in list(self.clients):
-            self.join(name)
+            self.reconnect_client(name)
 
     # -- messages --
 
     def publish(self, link: SimLink, topic: str, payload: bytes, retain: bool, reliable: bool) -> None:
-        """Take a client's message."""
         if not link.connected:
             if reliable and self.clients.get(link.name) is link:
                 self._unsent.setdefault(link.name, []).append((topic, payload, retain))
@@ -204,27 +174,22 @@ class SimBroker:
         for copy in self._disturb_payload(payload):
             self._publish(topic, copy, retain)
 
-    def unsubscribed(self) -> None:
-        """A client takes fewer topics."""
+    def clear_matches(self) -> None:
         self._takers.clear()
 
-    def subscribe(self, link: SimLink) -> None:
-        """Deliver what is retained for a client's filters."""
+    def deliver_retained(self, link: SimLink) -> None:
         self._takers.clear()
         for topic, payload in self._retained.items():
             if any(matches(pattern, topic) for pattern in link.filters):
                 self._schedule_delivery(link.name, Message(topic, payload, True))
 
     def retained_message(self, topic: str) -> bytes:
-        """Return the message that is retained on a topic, or b"" if there is none."""
         return self._retained.get(topic, b"")
 
-    def next_s(self) -> float:
-        """Time of the next delivery or will."""
+    def next_due_s(self) -> float:
         return min(self._heap[0][0] if self._heap else math.inf, self._wills[0][0] if self._wills else math.inf)
 
-    def deliver(self) -> None:
-        """Put every due message into its client's inbox, and publish wills that are due."""
+    def deliver_due(self) -> None:
         while self._wills and self._wills[0][0] <= self.now_s:
             _, name = heapq.heappop(self._wills)
             link = self.clients.get(name)
@@ -283,11 +248,10 @@ class SimBroker:
         noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]
-        return links.disturbed(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
+        return links.apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
 
 
-def newer(topic: str, payload: bytes) -> bytes:
-    """A message with a field that this version does not know."""
+def with_unknown_field(topic: str, payload: bytes) -> bytes:
     if not payload.startswith(b'{"v":'):
         return payload
     rest = b"," + json.dumps({"next_version": [1, {"a": None}]}).encode()[1:-1]

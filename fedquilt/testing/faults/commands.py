@@ -1,4 +1,4 @@
-"""Implementation of `fedquilt simulate`: play one schedule and print its events, or play many and count the faults."""
+"""Implementation of `fedquilt simulate`: run one schedule, or many with a summary."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ FAILED: Final = 8  # exit code
 INTERRUPTED: Final = 130  # likewise
 
 
-def parsed(text: str, seed: int | None) -> Schedule:
-    """A schedule of its text; `seed` wins over the one in it.
+def parse_plan(text: str, seed: int | None) -> Schedule:
+    """Return the schedule of a text, with another seed unless None.
 
     Raises:
-        JobError: it is none.
+        JobError: If the text is not a valid schedule.
     """
     found = schedule.parse_schedule(text)
-    _require([found.method, *filter(None, [found.also])], [])
+    _require_names([found.method, *filter(None, [found.also])], [])
     return found if seed is None else msgspec.structs.replace(found, seed=seed)
 
 
-def drawn(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule:
-    """The schedule of a seed.
+def draw_plan(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule:
+    """Return the schedule of a seed.
 
     Raises:
-        JobError: no such method or kind.
+        JobError: If there is no such method or kind of fault.
     """
-    _require(among, kinds)
-    return schedule.draw_schedule(seed, among or search.candidates(), kinds)
+    _require_names(among, kinds)
+    return schedule.draw_schedule(seed, among or search.supported_methods(), kinds)
 
 
-def one(plan: Schedule) -> int:
-    """Play one schedule and print each fact; returns the exit code."""
-    print(f"schedule: {plan.text()}")
+def run_one(plan: Schedule) -> int:
+    print(f"schedule: {plan.to_text()}")
     with Theatre() as theatre:
-        found = search.attempt(theatre, plan, _tell)
+        found = search.run_plan(theatre, plan, _print_event)
     if isinstance(found, search.Failure):
         print(found.why)
         return FAILED
@@ -55,61 +54,60 @@ def one(plan: Schedule) -> int:
     return 0
 
 
-def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> int:
-    """Play many, shrink those that fail, and print what was covered; returns the exit code.
+def run_many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> int:
+    """Run many schedules, shrink those that fail, print a summary and return the exit code.
 
-    An interrupt (Ctrl-C) ends it early: what was played until then is printed.
+    An interrupt (Ctrl-C) ends the runs early, and the results until then are printed.
 
     Args:
-        seeds: which.
-        among: methods to draw from; (): all.
-        kinds: further kinds of faults.
-        processes: to play in.
+        seeds: The seeds of the schedules.
+        among: The methods to draw from, or () for all.
+        kinds: Further kinds of faults.
+        processes: The number of processes.
     """
-    _require(among, kinds)
-    began_s, total, ended = _cpu_s(), search.NOTHING, 0
+    _require_names(among, kinds)
+    began_s, total, ended = _processor_s(), search.NOTHING, 0
     line = progress.LINE
     try:
-        for part in _parts(seeds, among, kinds, processes):
-            total = total.plus(part)
+        for part in _run_batches(seeds, among, kinds, processes):
+            total = total.add(part)
             for failure in part.failures:
-                line.aside(*failure.lines())
-            line.at(f"seeds played, {len(total.failures)} failed", total.seeds, len(seeds))
+                line.print_to_stdout(*failure.to_lines())
+            line.show_status(f"seeds played, {len(total.failures)} failed", total.seeds, len(seeds))
     except KeyboardInterrupt:
         ended = INTERRUPTED
-    line.end()
+    line.end_operation()
     if ended:
         print(f"interrupted: of the {len(seeds)} seeds from {seeds.start} on, {total.seeds} were played")
-    print("\n".join(search.explained(total, _cpu_s() - began_s)))
+    print("\n".join(search.report_lines(total, _processor_s() - began_s)))
     return FAILED if total.failures else ended
 
 
-def _cpu_s() -> float:
-    """Processor seconds of this process, and of those that it has started and that have ended."""
+def _processor_s() -> float:
     taken = os.times()
     return taken.user + taken.system + taken.children_user + taken.children_system
 
 
-def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:
+def _run_batches(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:
     if processes > 1:
-        yield from search.spread(seeds, processes, kinds, among)
+        yield from search.run_in_processes(seeds, processes, kinds, among)
         return
-    search.calm()
+    search.prepare_process()
     with Theatre() as theatre:
         for at in range(0, len(seeds), search.BATCH):
             yield search.play_seeds(theatre, seeds[at : at + search.BATCH], kinds, among)
 
 
-def _require(among: Sequence[str], kinds: Sequence[str]) -> None:
+def _require_names(among: Sequence[str], kinds: Sequence[str]) -> None:
     for name in among:
-        if name not in search.candidates():
-            raise JobError(f"{name} is not played here; there are: {', '.join(search.candidates())}")
+        if name not in search.supported_methods():
+            raise JobError(f"{name} is not played here; there are: {', '.join(search.supported_methods())}")
     for kind in kinds:
         if kind not in schedule.LATER:
             raise JobError(f"{kind!r} is no further kind of fault; there are: {', '.join(schedule.LATER)}")
 
 
-def _tell(job: str, fact: AnyFact) -> None:
+def _print_event(job: str, fact: AnyFact) -> None:
     of = getattr(fact, "round", None)
     who = getattr(getattr(fact, "update", None), "device", "") or ", ".join(getattr(fact, "devices", ()))
     said = getattr(fact, "reason", "") or getattr(fact, "device", "")

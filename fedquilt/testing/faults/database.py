@@ -1,4 +1,4 @@
-"""A database whose power fails: SQLite's own files, and its write-ahead log cut somewhere after its last sync."""
+"""Database with power failures: SQLite's files, with the write-ahead log cut after its last sync."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ LOG: Final = "fedquilt.db-wal"  # name of the write-ahead log
 
 
 class Database:
-    """SQLite's files of one database, and how much of its write-ahead log is safe."""
-
     def __init__(self, path: Path) -> None:
         self._stem, self._number = path, 0
         self.path, self._log = path, f"{path}-wal"
         self.unsynced: int | None = None  # bytes of the write-ahead log before the commit that is under way
         self._open: list[Connection] = []
 
-    def write(self, payload: bytes) -> None:
-        """Begin with these bytes of a database."""
+    def write_file(self, payload: bytes) -> None:
         self.path.write_bytes(payload)
 
-    def connect(self, ask: Callable[[str, Place], None]) -> Connection:
-        """A connection of a process; `ask` decides about each of its statements that write."""
+    def open_connection(self, ask: Callable[[str, Place], None]) -> Connection:
         made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=Connection)
-        made.begin(self, ask)
+        made.assign(self, ask)
         self._open.append(made)
         return made
 
@@ -41,28 +37,25 @@ class Database:
         return self.unsynced is None and all(connection.synchronous for connection in self._open)
 
     def wal_bytes(self) -> int:
-        """Size of the write-ahead log."""
         try:
             return os.stat(self._log).st_size
         except FileNotFoundError:
             return 0
 
-    def image(self) -> tuple[bytes, bytes]:
-        """The database and its write-ahead log."""
+    def read_files(self) -> tuple[bytes, bytes]:
         wal = Path(self._log)
         return self.path.read_bytes() if self.path.exists() else b"", wal.read_bytes() if wal.exists() else b""
 
     def close(self) -> None:
-        """End all its processes for good."""
         for connection in self._open:
-            connection.drop()
+            connection.close_at_crash()
         self._open.clear()
 
     def crash(self, roll: random.Random | None) -> None:
-        """End all its processes; with `roll` the power fails as well."""
+        """End all connections, and with `roll` lose a random part of unsynced data."""
         if not self._open:
             return
-        main, wal = self.image()
+        main, wal = self.read_files()
         safe = len(wal) if all(connection.synchronous for connection in self._open) else 0
         safe = min(safe, len(wal) if self.unsynced is None else self.unsynced)
         if roll is not None and len(wal) > safe:
@@ -72,7 +65,6 @@ class Database:
         self.restore((main, wal))
 
     def restore(self, image: tuple[bytes, bytes]) -> None:
-        """Have these contents; nobody may be connected."""
         self._number += 1
         self.path = self._stem.with_name(f"{self._number}-{self._stem.name}")
         self._log = f"{self.path}-wal"
@@ -83,34 +75,28 @@ class Database:
 
 
 class Connection(sqlite3.Connection):
-    """A process's connection to a database."""
-
     _base: Database
     _ask: Callable[[str, Place], None]
     synchronous = True  # SQLite's own default; a commit is on the disk when it returns
 
-    def begin(self, base: Database, ask: Callable[[str, Place], None]) -> None:
-        """Belong to a process."""
+    def assign(self, base: Database, ask: Callable[[str, Place], None]) -> None:
         self._base, self._ask = base, ask
 
-    def drop(self) -> None:
-        """Close it for a process that is gone."""
+    def close_at_crash(self) -> None:
         super().close()
 
     def close(self) -> None:
-        """Close it; the write-ahead log goes into the database."""
         if self in self._base._open:
             self._base._open.remove(self)
         super().close()
 
     def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
-        """Execute a statement. A write may fail or end the process, as the disk's fault gate decides."""
         word = sql[:8].lstrip().split(" ", 1)[0].lower()
         if word == "pragma" and "synchronous" in sql:
             self.synchronous = "full" in sql
         if word not in ("insert", "update", "delete", "commit"):
             return super().execute(sql, *given)
-        self._try("commit")
+        self._raise_fault("commit")
         ends = word == "commit" or not self.in_transaction  # only then the write-ahead log grows
         before = self._base.wal_bytes() if ends else 0
         found = super().execute(sql, *given)
@@ -120,7 +106,7 @@ class Connection(sqlite3.Connection):
             self._base.unsynced = None
         return found
 
-    def _try(self, what: str) -> None:
+    def _raise_fault(self, what: str) -> None:
         try:
             self._ask(what, "fedquilt.db")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A disk that lies: what was not synced may be lost or torn by a power failure, and any call may fail or be the last.
+"""Disk with faults: unsynced data may be lost or torn, and any call may fail or end the process.
 
 A `SimDisk` is one process's way to a `Platter`, which is what its computer keeps and which outlives it.
 """
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from fedquilt.disk import REAL, Disk, Found, Lock, Place
 from fedquilt.open_file import OpenFile
-from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply
+from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply_change
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
@@ -23,188 +23,157 @@ It returns the error that the call is to raise, or raises `Crash`.
 
 
 class Crash(BaseException):
-    """The process is gone, in the middle of what it did. No `except Exception` may catch it."""
+    """End of the process in the middle of a call. Not caught by `except Exception`."""
 
 
 class SimFile(OpenFile):
-    """A file of a `SimDisk`, each call of which goes through the gate as those on a path do."""
-
     def __init__(self, disk: SimDisk, path: Place) -> None:
         self._disk, self._path = disk, path
 
     def size(self) -> int:
-        """See `OpenFile`."""
         found = self._disk.stat(self._path)
         return 0 if found is None else found.size
 
     def read(self, offset: int, size: int) -> bytes:
-        """See `OpenFile`."""
         return self._disk.read(self._path, offset, size)
 
     def read_into(self, buffer: Any, offset: int) -> int:
-        """See `OpenFile`."""
         return self._disk.read_into(self._path, buffer, offset)
 
     def write(self, payload: bytes | memoryview, offset: int) -> None:
-        """See `OpenFile`."""
         self._disk.write_at(self._path, payload, offset)
 
-    def empty(self) -> None:
-        """See `OpenFile`."""
+    def truncate(self) -> None:
         self._disk.resize(self._path, 0)
 
     def sync(self) -> None:
-        """See `OpenFile`."""
         self._disk.sync(self._path)
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def close(self) -> None: ...
 
 
 class SimDisk(Disk):
-    """The disk of one process.
-
-    Args:
-        platter: of its computer.
-        gate: decides about every call.
-    """
-
     def __init__(self, platter: Platter, gate: Gate = lambda what, where: None) -> None:
         self.platter = platter
         self._gate, self._root = gate, platter.root
         self._held: list[SimLock] = []
         self._paths = platter.paths
 
-    def end(self) -> None:
-        """The process is gone: its locks are free."""
+    def release_locks(self) -> None:
         for lock in self._held:
-            lock.close()
+            lock.release()
 
-    def wall_s(self) -> float:
-        """See `Disk`."""
+    def wall_clock_s(self) -> float:
         return self.platter.wall_ns() / 1e9
 
     # -- what is there --
 
     def stat(self, path: Place) -> Found | None:
-        """See `Disk`."""
-        node = self._find(path)
+        node = self._find_node(path)
         if node is None:
-            return REAL.stat(path) if self._outside(path) else None
-        return _found(os.path.basename(path), node)
+            return REAL.stat(path) if self._is_outside(path) else None
+        return _file_info(os.path.basename(path), node)
 
     def is_file(self, path: Place) -> bool:
-        """See `Disk`."""
-        return isinstance(self._find(path), File) or (self._outside(path) and REAL.is_file(path))
+        return isinstance(self._find_node(path), File) or (self._is_outside(path) and REAL.is_file(path))
 
     def is_dir(self, path: Place) -> bool:
-        """See `Disk`."""
-        return isinstance(self._find(path), Folder)
+        return isinstance(self._find_node(path), Folder)
 
     def entries(self, folder: Place) -> list[Found]:
-        """See `Disk`."""
-        self._ask("read", folder)
-        node = self._find(folder)
+        self._apply_gate("read", folder)
+        node = self._find_node(folder)
         if not isinstance(node, Folder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
         places = (
-            (name, self._find(f"{os.fspath(folder)}/{name}") if isinstance(each, Symlink) else each)
+            (name, self._find_node(f"{os.fspath(folder)}/{name}") if isinstance(each, Symlink) else each)
             for name, each in node.names.items()
         )
-        return [_found(name, each) for name, each in places if each is not None]
+        return [_file_info(name, each) for name, each in places if each is not None]
 
     def free_bytes(self, folder: Place) -> int:
-        """Plenty."""
         return 1 << 40
 
     # -- reading --
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        """See `Disk`."""
-        node = self._find(path)
-        if node is None and self._outside(path):
+        node = self._find_node(path)
+        if node is None and self._is_outside(path):
             return REAL.read(path, offset, size)
-        self._ask("read", path)
-        data = self._file(path).data
+        self._apply_gate("read", path)
+        data = self._require_file(path).data
         if offset == 0 and size is None:
             return bytes(data)
         return bytes(data[offset : len(data) if size is None else offset + size])
 
     def read_into(self, path: Place, buffer: Any, offset: int) -> int:
-        """See `Disk`."""
         view = memoryview(buffer)
         found = self.read(path, offset, view.nbytes)
         view[: len(found)] = found
         return len(found)
 
     def read_pieces(self, path: Place) -> Iterator[memoryview]:
-        """See `Disk`."""
         yield memoryview(self.read(path))
 
     def data_ranges(self, path: Place) -> list[tuple[int, int]]:
-        """See `Disk`: everything is data here."""
-        size = len(self._file(path).data)
+        # All ranges contain data here.
+        size = len(self._require_file(path).data)
         return [(0, size)] if size else []
 
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file. A process that ends here, or a full disk, leaves half of it."""
-        folder, name = self._parent(path)
+        folder, name = self._parent_folder(path)
         known = folder.names.get(name)
         if new and known is not None:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
-        def put(part: bytes) -> None:
+        def write_whole(part: bytes) -> None:
             if isinstance(known, File):
                 known.rewritten = True
                 known.data, known.mtime_ns = part, self.platter.wall_ns()
             else:
-                self._change([(folder, name, File(part, self.platter.inode(), self.platter.wall_ns()))])
+                self._apply_change([(folder, name, File(part, self.platter.next_inode(), self.platter.wall_ns()))])
 
-        self._ask("write", path, lambda: put(payload[: len(payload) // 2]))
-        put(bytes(payload))
+        self._apply_gate("write", path, lambda: write_whole(payload[: len(payload) // 2]))
+        write_whole(bytes(payload))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        """See `Disk`."""
-        file = self._file(path)
+        file = self._require_file(path)
 
-        def put(part: bytes) -> None:
+        def write_range(part: bytes) -> None:
             data = file.data + bytes(max(0, offset - len(file.data)))
             file.data = data[:offset] + part + data[offset + len(part) :]
             file.mtime_ns = self.platter.wall_ns()
 
-        self._ask("write", path, lambda: put(bytes(payload[: len(payload) // 2])))
-        put(bytes(payload))
+        self._apply_gate("write", path, lambda: write_range(bytes(payload[: len(payload) // 2])))
+        write_range(bytes(payload))
 
     def resize(self, path: Place, size: int) -> None:
-        """Set the size of a file, filled up with zeros, or create it."""
-        self._ask("write", path)
-        folder, name = self._parent(path)
+        self._apply_gate("write", path)
+        folder, name = self._parent_folder(path)
         node = folder.names.get(name)
         if isinstance(node, File):
             if len(node.data) != size:
                 node.rewritten = node.rewritten or size < len(node.data)
                 node.data = node.data[:size] + bytes(max(0, size - len(node.data)))
         else:
-            self._change([(folder, name, File(bytes(size), self.platter.inode(), self.platter.wall_ns()))])
+            self._apply_change([(folder, name, File(bytes(size), self.platter.next_inode(), self.platter.wall_ns()))])
 
     def open(self, path: Place) -> SimFile:
-        """See `Disk`."""
         if not self.is_file(path):
             self.resize(path, 0)
         return SimFile(self, path)
 
-    def scratch(self, folder: Place) -> SimFile:
-        """See `Disk`: it has a name here, until somebody tidies up."""
+    def open_scratch(self, folder: Place) -> SimFile:
+        # The file has a name here, until it is removed.
         return self.open(f"{os.fspath(folder)}/{os.urandom(16).hex()}.tmp")
 
     def sync(self, path: Place) -> None:
-        """Make a file's content, or the changed names in a folder, safe from a power failure."""
-        node = self._find(path)
-        if node is None and self._outside(path):
+        node = self._find_node(path)
+        if node is None and self._is_outside(path):
             return
-        self._ask("sync", path)
+        self._apply_gate("sync", path)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         if isinstance(node, File):
@@ -212,82 +181,76 @@ class SimDisk(Disk):
             return
         kept = {index for index, change in enumerate(self.platter.changes) for each in change if each[0] is node}
         if kept:
-            self.platter.make_safe(kept)
+            self.platter.sync_changes(kept)
 
     def replace(self, source: Place, target: Place) -> None:
-        """See `Disk`."""
-        self._ask("name", target)
-        here, name = self._parent(source)
+        self._apply_gate("name", target)
+        here, name = self._parent_folder(source)
         node = here.names.get(name)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
-        there, new = self._parent(target)
+        there, new = self._parent_folder(target)
         if isinstance(there.names.get(new), Folder):
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(target))
-        self._change([(here, name, None), (there, new, node)])
+        self._apply_change([(here, name, None), (there, new, node)])
 
-    def link(self, source: Place, target: Place) -> None:
-        """See `Disk`. A file of the real disk is as if it had been synced."""
-        self._ask("name", target)
-        if self._outside(source):
+    def hard_link(self, source: Place, target: Place) -> None:
+        # A file of the real disk counts as synced.
+        self._apply_gate("name", target)
+        if self._is_outside(source):
             data = REAL.read(source)
-            node = File(data, self.platter.inode(), self.platter.wall_ns(), data)
+            node = File(data, self.platter.next_inode(), self.platter.wall_ns(), data)
         else:
-            node = self._file(source)
-        there, new = self._parent(target)
+            node = self._require_file(source)
+        there, new = self._parent_folder(target)
         if new in there.names:
             raise FileExistsError(errno.EEXIST, "File exists", str(target))
-        self._change([(there, new, node)])
+        self._apply_change([(there, new, node)])
 
     def symlink(self, target: str, path: Place) -> None:
-        """See `Disk`. Links to a name in their own folder alone."""
+        # Only to a name in the same folder.
         if "/" in target:
             raise OSError(errno.EPERM, "Operation not permitted", str(path))
-        self._ask("name", path)
-        there, new = self._parent(path)
+        self._apply_gate("name", path)
+        there, new = self._parent_folder(path)
         if new in there.names:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
-        self._change([(there, new, Symlink(target, self.platter.inode()))])
+        self._apply_change([(there, new, Symlink(target, self.platter.next_inode()))])
 
-    def target(self, path: Place) -> str | None:
-        """See `Disk`."""
-        parts = self._parts(path)
+    def read_link(self, path: Place) -> str | None:
+        parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
         node = folder.names.get(parts[-1]) if isinstance(folder, Folder) else None
         return node.target if isinstance(node, Symlink) else None
 
     def unlink(self, path: Place) -> None:
-        """See `Disk`."""
-        self._ask("name", path)
-        found = self._parts(path)
+        self._apply_gate("name", path)
+        found = self._path_parts(path)
         folder = self._node_at(found[:-1])
         if isinstance(folder, Folder) and found[-1] in folder.names:
-            self._change([(folder, found[-1], None)])
+            self._apply_change([(folder, found[-1], None)])
 
     def touch(self, path: Place) -> None:
-        """See `Disk`."""
-        node = self._find(path)
+        node = self._find_node(path)
         if isinstance(node, File):
             node.mtime_ns = self.platter.wall_ns()
 
-    def permit(self, path: Place, mode: int) -> None:
-        """Nobody else is there."""
-        self._ask("name", path)
+    def set_mode(self, path: Place, mode: int) -> None:
+        self._apply_gate("name", path)
 
-    def make(self, folder: Place) -> None:
-        """See `Disk`."""
+    def make_folder(self, folder: Place) -> None:
         node: Node = self.platter.top
-        for name in self._parts(folder):
+        for name in self._path_parts(folder):
             if not isinstance(node, Folder):
                 raise FileExistsError(errno.EEXIST, "File exists", str(folder))
             if name not in node.names:
-                self._ask("name", folder)
-                self._change([(node, name, Folder(self.platter.inode()))])
+                self._apply_gate("name", folder)
+                self._apply_change([(node, name, Folder(self.platter.next_inode()))])
             node = node.names[name]
 
     def remove(self, folder: Place) -> None:
-        """See `Disk`: name by name, so that a process that ends here leaves a part."""
-        node = self._find(folder)
+        # Name by name, so that a process that ends here leaves a part.
+        node = self._find_node(folder)
         if not isinstance(node, Folder):
             return
         for name in list(node.names):
@@ -297,25 +260,21 @@ class SimDisk(Disk):
                 self.unlink(f"{folder}/{name}")
         self.unlink(folder)
 
-    def clear(self, folder: Place) -> None:
-        """Replace a folder by an empty one."""
+    def clear_folder(self, folder: Place) -> None:
         self.remove(folder)
-        self.make(folder)
+        self.make_folder(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """Copy a file as `copy` does, as no other process writes here. Return the sha256."""
         return self.copy(source, target)
 
     # -- shared with other processes --
 
     def is_locked(self, path: Place) -> bool:
-        """See `Disk`."""
-        self._ask("read", path)
+        self._apply_gate("read", path)
         return bool(self.platter.locks.get(str(path)))
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """See `Disk`: nobody waits here."""
-        self._ask("name", path)
+        self._apply_gate("name", path)
         holders = self.platter.locks.setdefault(str(path), set())
         if holders:
             return None
@@ -324,14 +283,12 @@ class SimDisk(Disk):
         return lock
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """Open the simulated database at a path."""
-        self._ask("read", path)
-        return self.platter.database(str(path)).connect(self._ask)
+        self._apply_gate("read", path)
+        return self.platter.open_database(str(path)).open_connection(self._apply_gate)
 
     # -- within --
 
-    def _ask(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
-        """Let the gate decide; `part` is what a call that fails halfway has done."""
+    def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
         try:
             error = self._gate(what, where)
         except Crash:
@@ -342,14 +299,14 @@ class SimDisk(Disk):
                 part()
             raise error
 
-    def _change(self, change: Change) -> None:
-        apply(change, safe=False)
+    def _apply_change(self, change: Change) -> None:
+        apply_change(change, safe=False)
         self.platter.changes.append(change)
 
-    def _outside(self, path: Place) -> bool:
+    def _is_outside(self, path: Place) -> bool:
         return not os.fspath(path).startswith(self._root)
 
-    def _parts(self, path: Place) -> list[str]:
+    def _path_parts(self, path: Place) -> list[str]:
         text = path if type(path) is str else os.fspath(path)
         known = self._paths.get(text)
         if known is None:
@@ -368,30 +325,30 @@ class SimDisk(Disk):
                 node = folder.names.get(node.target)
         return node
 
-    def _find(self, path: Place) -> Node | None:
+    def _find_node(self, path: Place) -> Node | None:
         parts = self._paths.get(path if type(path) is str else os.fspath(path))
         if parts is not None:
             return self._node_at(parts)
         try:
-            return self._node_at(self._parts(path))
+            return self._node_at(self._path_parts(path))
         except OSError:
             return None
 
-    def _file(self, path: Place) -> File:
-        node = self._find(path)
+    def _require_file(self, path: Place) -> File:
+        node = self._find_node(path)
         if not isinstance(node, File):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return node
 
-    def _parent(self, path: Place) -> tuple[Folder, str]:
-        parts = self._parts(path)
+    def _parent_folder(self, path: Place) -> tuple[Folder, str]:
+        parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
         if not isinstance(folder, Folder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return folder, parts[-1]
 
 
-def _found(name: str, node: Node) -> Found:
+def _file_info(name: str, node: Node) -> Found:
     if isinstance(node, Folder):
         return Found(name, True, 0, 0, node.inode)
     assert isinstance(node, File)

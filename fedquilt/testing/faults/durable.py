@@ -1,7 +1,7 @@
-"""What a power failure could not take from a computer, and what its process has promised to others.
+"""Files that survive a power failure, and promises of a process to its peers.
 
-A process that acknowledges, offers or asks for something has to keep its word after any power failure. So whatever a
-promise rests on must be synced before the promise is sent.
+A process that acknowledges, offers or requests something must keep its promise after any power failure. So all data
+behind a promise must be synced before the promise is sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from fedquilt.testing.faults.platter import File, Folder, Node, Symlink
 
 
 class DurableDisk(SimDisk):
-    """Read-only view of the synced files of a computer."""
-
     def _node_at(self, parts: list[str]) -> Node | None:
         """Return the file or folder at a path as a power failure would leave it, or None."""
         node: Node | None = self.platter.top
@@ -48,12 +46,11 @@ class DurableDisk(SimDisk):
 
 
 def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[str]:
-    """Return the digests of the wanted blobs that a power failure could take from a blob store."""
     missing = {sha256 for sha256 in wanted if not disk.is_file(f"{folder}/{sha256}")}
     path = f"{folder}/{PACK}"
     if missing and disk.is_file(path):
         file = disk.open(path)
-        for slot in pack.slots(file):
+        for slot in pack.read_entries(file):
             if slot.sha256 in missing and _sha256(file.read(slot.place, slot.size)) == slot.sha256:
                 missing.remove(slot.sha256)
     return sorted(missing)
@@ -64,7 +61,6 @@ def _sha256(payload: Any) -> str:
 
 
 def blobs_in_event(event: AnyFact) -> set[str]:
-    """Return the digests of the blobs that an event names."""
     match event:
         case Started() | Committed():
             return {event.state.sha256}
@@ -95,14 +91,12 @@ class JobPromises:
 
     @property
     def blobs(self) -> set[str]:
-        """Digests of the blobs without which the job cannot continue."""
         folded = self._sum.devices if self._sum else ()
         updates = [blobs for device, blobs in self._updates.items() if device not in folded]
         refs = (self._state, self._sum.sum if self._sum else None)
         return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
 
     def add_event(self, event: AnyFact) -> None:
-        """Update the promises by the next event of the log."""
         match event:
             case Started():
                 self._state = event.state

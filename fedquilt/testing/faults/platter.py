@@ -1,8 +1,8 @@
-"""What a computer keeps: files and folders twice, as programs see them and as they are after a power failure.
+"""File system with two views: as programs see files, and as they are after a power failure.
 
-A change of a folder's names is lost or kept as a whole (a renamed file is never in both places, nor in none), in any
-combination with others that were not synced either. Of a file that was not synced, a power failure leaves the old
-bytes, the new ones, zeros, or a mixture. Synced bytes stay where a file was changed in place and they are the same.
+A change of a folder's names is lost or kept as a whole, in any combination with other unsynced changes. Of an unsynced
+file, a power failure leaves the old bytes, the new bytes, zeros, or a mixture. Synced bytes that a later write did not
+change are kept.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zero
 
 
 class File:
-    """Bytes of a file: as programs see them, and as they are safe on the disk."""
-
     __slots__ = ("data", "inode", "mtime_ns", "rewritten", "safe")
 
     def __init__(self, data: bytes, inode: int, mtime_ns: int, safe: bytes | None = None) -> None:
@@ -31,8 +29,6 @@ class File:
 
 
 class Folder:
-    """Names in a folder: as programs see them, and as they are safe on the disk."""
-
     __slots__ = ("inode", "names", "safe")
 
     def __init__(self, inode: int) -> None:
@@ -42,8 +38,6 @@ class Folder:
 
 
 class Symlink:
-    """A symbolic link to a name in its own folder. It is lost or kept with its name."""
-
     __slots__ = ("inode", "target")
 
     def __init__(self, target: str, inode: int) -> None:
@@ -55,12 +49,12 @@ Change: TypeAlias = list[tuple[Folder, str, Node | None]]  # names set or remove
 
 
 class Platter:
-    """Everything that one computer keeps, below one folder.
+    """Simulated file system of one computer, below one folder.
 
     Args:
-        root: absolute path that stands for its folder; paths elsewhere are the real disk's, to be read only.
-        real: folder for databases, of its own.
-        wall_ns: the computer's clock.
+        root: The absolute path of the folder. Other paths belong to the real disk and are read-only.
+        real: A real folder for databases.
+        wall_ns: The clock of the computer.
     """
 
     def __init__(self, root: str, real: Path, wall_ns: Callable[[], int] = lambda: 0) -> None:
@@ -73,33 +67,31 @@ class Platter:
         self.lost = 0  # files and names that power failures have taken
         self._real, self._inodes = real, 0
 
-    def inode(self) -> int:
-        """Number of a new file or folder."""
+    def next_inode(self) -> int:
         self._inodes += 1
         return self._inodes
 
-    def database(self, path: str) -> Database:
-        """The database of a path, which is made with the first call."""
+    def open_database(self, path: str) -> Database:
         if path not in self.databases:
             self.databases[path] = Database(self._real / f"{len(self.databases)}-{os.path.basename(path)}")
         return self.databases[path]
 
-    def power_fails(self, roll: random.Random) -> None:
-        """Lose what was not synced, or a part of it. No process may have survived."""
+    def fail_power(self, roll: random.Random) -> None:
+        """Lose all or some unsynced data. No process may be running."""
         way, upto = roll.random(), roll.randint(0, len(self.changes))
         kept = {index for index in range(len(self.changes)) if (index < upto if way < 0.5 else roll.random() < 0.5)}
-        self.make_safe(kept)
+        self.sync_changes(kept)
         self.lost += len(self.changes)
         self.changes.clear()
         self._lose_unsynced(self.top, roll)
         for database in self.databases.values():
             database.crash(roll)
 
-    def make_safe(self, kept: set[int]) -> None:
-        """Have these changes of names on the disk, and with each of them those before it that it builds on."""
+    def sync_changes(self, kept: set[int]) -> None:
+        """Sync some changes of names, and all earlier changes on which these depend."""
         if len(kept) == len(self.changes):
             for change in self.changes:
-                apply(change, safe=True)
+                apply_change(change, safe=True)
             self.changes.clear()
             return
         slots: set[tuple[int, str]] = set()
@@ -110,14 +102,14 @@ class Platter:
                 kept.add(index)
                 slots.update(mine)
         for index in sorted(kept):
-            apply(self.changes[index], safe=True)
+            apply_change(self.changes[index], safe=True)
         self.changes[: last + 1] = [
             change for index, change in enumerate(self.changes[: last + 1]) if index not in kept
         ]
 
-    def rot(self, place: float) -> bool:
-        """Flip a bit of one of the files, by a number from 0 to 1; False: there is none."""
-        files = [file for file in self._files(self.top) if file.data]
+    def flip_bit(self, place: float) -> bool:
+        """Flip the bit at a position from 0 to 1. Return False if there is no file."""
+        files = [file for file in self._list_files(self.top) if file.data]
         bits = sum(8 * len(file.data) for file in files)
         bit = int(place * bits)
         for file in files:
@@ -130,21 +122,19 @@ class Platter:
             bit -= 8 * len(file.data)
         return False
 
-    def _files(self, folder: Folder) -> list[File]:
+    def _list_files(self, folder: Folder) -> list[File]:
         found: list[File] = []
         for node in folder.names.values():
             if isinstance(node, Folder):
-                found += self._files(node)
+                found += self._list_files(node)
             elif isinstance(node, File):
                 found.append(node)
         return found
 
-    def copy(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
-        """A copy of everything, for `restore`."""
-        return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
+    def copy_contents(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
+        return deepcopy(self.top), {path: each.read_files() for path, each in self.databases.items()}
 
     def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
-        """Replace all contents by those of a copy, as if synced. No process may be running."""
         self.top = copied[0]
         _sync_all(self.top)
         self.changes.clear()
@@ -152,12 +142,10 @@ class Platter:
             self.databases[path].restore(image)
 
     def close(self) -> None:
-        """Close what is open, for good."""
         for database in self.databases.values():
             database.close()
 
-    def processes_end(self) -> None:
-        """Close what a killed process had open; files stay as programs have left them."""
+    def end_processes(self) -> None:
         for database in self.databases.values():
             database.crash(None)
 
@@ -170,7 +158,7 @@ class Platter:
             elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
                 old, new = node.safe or b"", node.data
-                left = torn(old, new, roll)
+                left = tear_file(old, new, roll)
                 node.data = node.safe = left if node.rewritten else _keep_unchanged_blocks(old, new, left)
                 node.rewritten = False
 
@@ -185,8 +173,7 @@ def _sync_all(folder: Folder) -> None:
             node.safe = node.data
 
 
-def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
-    """What a power failure leaves of a file whose new bytes were not synced."""
+def tear_file(old: bytes, new: bytes, roll: random.Random) -> bytes:
     way = roll.random()
     if way < 0.3:
         return old
@@ -209,8 +196,7 @@ def _keep_unchanged_blocks(old: bytes, new: bytes, left: bytes) -> bytes:
     return bytes(whole)
 
 
-def apply(change: Change, *, safe: bool) -> None:
-    """Make a change, as programs see it or as it is on the disk."""
+def apply_change(change: Change, *, safe: bool) -> None:
     for folder, name, node in change:
         names = folder.safe if safe else folder.names
         if node is not None:
@@ -220,13 +206,10 @@ def apply(change: Change, *, safe: bool) -> None:
 
 
 class SimLock(Lock):
-    """A lock in memory."""
-
     def __init__(self, holders: set[SimLock]) -> None:
         super().__init__(-1)
         self._holders = holders
         holders.add(self)
 
-    def close(self) -> None:
-        """Release it."""
+    def release(self) -> None:
         self._holders.discard(self)

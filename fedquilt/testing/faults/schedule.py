@@ -1,4 +1,4 @@
-"""Schedules: what a simulated federation does and what goes wrong meanwhile, as values made from a seed.
+"""Schedules: settings and faults of a simulated federation, derived from a seed.
 
 A schedule has a short text, from which the same one is read again:
 
@@ -23,18 +23,15 @@ PUBLISHED: Final = 0.13  # about the share of these calls that publish a message
 SYNCED: Final = 0.2  # likewise of those that sync something
 
 
-class Fault(msgspec.Struct, frozen=True, tag=True):
-    """Something that goes wrong."""
+class Fault(msgspec.Struct, frozen=True, tag=True): ...
 
 
 class OneSided(Fault, frozen=True):
-    """A fault of one side: the coordinator or a device, by its name."""
-
     who: str
 
 
 class Crash(OneSided, frozen=True, tag="crash"):
-    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer.
+    """End of a process at one of its calls, and of its computer with `power`.
 
     Only calls of the kind `at` are counted, or all calls if it is "".
     """
@@ -46,24 +43,18 @@ class Crash(OneSided, frozen=True, tag="crash"):
 
 
 class Kill(OneSided, frozen=True, tag="kill"):
-    """A process ends at a time, whatever it does then; with `power`, so does its computer."""
-
     at_s: float
     power: bool
     down_s: float
 
 
 class Refuse(OneSided, frozen=True, tag="refuse"):
-    """A disk is full, read-only, or fails, for some calls."""
-
     call: int
     calls: int
     how: Literal["full", "readonly", "io"]
 
 
 class Noise(Fault, frozen=True, tag="noise"):
-    """Messages are lost, doubled, late (and so in another order), or have a flipped bit."""
-
     start_s: float
     length_s: float
     drop: float
@@ -73,16 +64,12 @@ class Noise(Fault, frozen=True, tag="noise"):
 
 
 class Cut(OneSided, frozen=True, tag="cut"):
-    """A side is cut off from the broker, which keeps its session or does not."""
-
     start_s: float
     length_s: float
     keep: bool
 
 
 class Broker(Fault, frozen=True, tag="broker"):
-    """The broker ends and comes back, with or without sessions and retained messages."""
-
     start_s: float
     length_s: float
     sessions: bool
@@ -90,66 +77,52 @@ class Broker(Fault, frozen=True, tag="broker"):
 
 
 class Jump(OneSided, frozen=True, tag="jump"):
-    """A computer sleeps for a while by its own clock, and its wall clock is set."""
-
     at_s: float
     sleep_s: float
     wall_s: float
 
 
 class Slow(OneSided, frozen=True, tag="slow"):
-    """A device's tasks take longer."""
-
     factor: float
 
 
 class Worker(OneSided, frozen=True, tag="worker"):
-    """A device's task ends otherwise, the `start`-th that it begins."""
-
     start: int
     how: Literal["killed", "failed", "memory"]
 
 
 class Stop(Fault, frozen=True, tag="stop"):
-    """The job is stopped by request, and resumed later."""
-
     at_s: float
     length_s: float
 
 
 class Newer(OneSided, frozen=True, tag="newer"):
-    """A side is of the next version: its messages have a field that this version does not know."""
+    """Participant of a newer version with an unknown field in all messages."""
 
 
 class Death(OneSided, frozen=True, tag="death"):
-    """A device is destroyed, with its disk, as soon as the coordinator has sent it an acknowledgement."""
+    """Loss of a device with its disk, right after an acknowledgement was sent."""
 
     ack: int  # number of the acknowledgement, from 1
 
 
 class Ahead(Fault, frozen=True, tag="ahead"):
-    """The coordinator is of the next version for a while: boards do not know a field of its messages."""
+    """Coordinator of a newer version for some time, with an unknown field in its messages."""
 
     start_s: float
     length_s: float
 
 
 class Second(Fault, frozen=True, tag="second"):
-    """Somebody starts a second coordinator in the same home."""
-
     at_s: float
 
 
 class Rot(OneSided, frozen=True, tag="rot"):
-    """A bit of a file flips on a disk, while the process that uses it goes on."""
-
     at_s: float
     place: float
 
 
 class Restore(Fault, frozen=True, tag="restore"):
-    """The coordinator's home is put back to what it was `back_s` before."""
-
     at_s: float
     back_s: float
 
@@ -178,8 +151,6 @@ LATER: Final = ("rot", "restore")
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """One simulated federation."""
-
     seed: int = 0
     method: str = "fedavg"
     codec: str = "raw"
@@ -198,17 +169,14 @@ class Schedule(msgspec.Struct, frozen=True):
     faults: tuple[AnyFault, ...] = ()
 
     @property
-    def forced(self) -> bool:
-        """Whether every round counts every device, whatever goes wrong."""
+    def requires_all_devices(self) -> bool:
         return self.size == 0
 
     @property
-    def settings(self) -> Schedule:
-        """The same federation without faults, whatever is drawn."""
+    def without_faults(self) -> Schedule:
         return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
 
     def for_job(self, number: int) -> Schedule:
-        """Return the schedule with the settings of one of its jobs, by the job's number."""
         if not number or not self.also:
             return self
         return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
@@ -217,8 +185,8 @@ class Schedule(msgspec.Struct, frozen=True):
         """Return the name of a job, by its number. Seeds depend on it."""
         return "sim0" if self.twice_s >= 0 else f"sim{number}"
 
-    def text(self) -> str:
-        """Words from which `parse_schedule` makes the same schedule."""
+    def to_text(self) -> str:
+        """Return the text that `parse_schedule` converts to the same schedule."""
         plain = Schedule()
         words = [
             f"{name}={getattr(self, name)}"
@@ -306,40 +274,40 @@ def draw_schedule(
         )
     base = msgspec.structs.replace(base, **settings)
     likely = only or ("crash", "crash", "kill", "refuse", "noise", "noise", *_OFTEN, *kinds)
-    every = [_DRAW[kind] for kind in likely if not (base.forced and kind in ("newer", "death"))]
+    every = [_DRAW[kind] for kind in likely if not (base.requires_all_devices and kind in ("newer", "death"))]
     count = roll.choice([1, 1, 2, 2, 3, 4])
     faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
     if (base.jobs > 1 or roll.random() < 0.2) and "jobs" not in settings:
-        also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _when(roll, base)])
+        also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _draw_time_s(roll, base)])
         way = roll.choice(["same method", "other method", "twice"])
         base = msgspec.structs.replace(
             base, jobs=2, also=also if way == "other method" else "", twice_s=twice_s if way == "twice" else -1.0
         )
     beside_s = settings.get("beside_s", roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0]))
     if roll.random() < 0.1 and not only:
-        faults = (*faults, Ahead(_when(roll, base), roll.choice([1.0, 10.0, 60.0])))
+        faults = (*faults, Ahead(_draw_time_s(roll, base), roll.choice([1.0, 10.0, 60.0])))
     return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)
 
 
-def _who(roll: random.Random, base: Schedule) -> str:
+def _draw_participant(roll: random.Random, base: Schedule) -> str:
     return roll.choice([COORDINATOR, *(f"dev-{index}" for index in range(base.devices))])
 
 
-def _call(roll: random.Random, base: Schedule, who: str) -> int:
+def _draw_call(roll: random.Random, base: Schedule, who: str) -> int:
     each = COORDINATOR_CALLS * base.devices if who == COORDINATOR else AGENT_CALLS
     return roll.randrange(1, each * base.rounds)
 
 
-def _when(roll: random.Random, base: Schedule) -> float:
+def _draw_time_s(roll: random.Random, base: Schedule) -> float:
     return round(roll.uniform(0.0, ROUND_S * base.rounds * base.jobs), 2)
 
 
 def _draw_crash(roll: random.Random, base: Schedule) -> AnyFault:
     """Return a crash of a random process at a random call, publication or sync."""
-    who = roll.choice([COORDINATOR, _who(roll, base)])
+    who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
     at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
     share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
-    call = max(1, int(_call(roll, base, who) * share))
+    call = max(1, int(_draw_call(roll, base, who) * share))
     if at == "publish" and call % 2:
         at = "published"
     return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
@@ -347,18 +315,18 @@ def _draw_crash(roll: random.Random, base: Schedule) -> AnyFault:
 
 def _draw_kill(roll: random.Random, base: Schedule) -> AnyFault:
     """Return a kill of a random process at a random time."""
-    who = roll.choice([COORDINATOR, _who(roll, base)])
-    return Kill(who, _when(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
+    who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
+    return Kill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
 
-def _refuse(roll: random.Random, base: Schedule) -> AnyFault:
-    who = _who(roll, base)
-    return Refuse(who, _call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"]))
+def _draw_refuse(roll: random.Random, base: Schedule) -> AnyFault:
+    who = _draw_participant(roll, base)
+    return Refuse(who, _draw_call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"]))
 
 
-def _noise(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_noise(roll: random.Random, base: Schedule) -> AnyFault:
     return Noise(
-        _when(roll, base) * roll.choice([0, 1]),
+        _draw_time_s(roll, base) * roll.choice([0, 1]),
         roll.choice([1.0, 5.0, 20.0]),
         drop=roll.choice([0.0, 0.1, 0.4]),
         duplicate=roll.choice([0.0, 0.2]),
@@ -367,37 +335,39 @@ def _noise(roll: random.Random, base: Schedule) -> AnyFault:
     )
 
 
-def _cut(roll: random.Random, base: Schedule) -> AnyFault:
-    return Cut(_who(roll, base), _when(roll, base), roll.choice([0.3, 3.0, 30.0]), roll.random() < 0.5)
+def _draw_cut(roll: random.Random, base: Schedule) -> AnyFault:
+    return Cut(
+        _draw_participant(roll, base), _draw_time_s(roll, base), roll.choice([0.3, 3.0, 30.0]), roll.random() < 0.5
+    )
 
 
-def _broker(roll: random.Random, base: Schedule) -> AnyFault:
-    return Broker(_when(roll, base), roll.choice([0.1, 4.0, 30.0]), roll.random() < 0.5, roll.random() < 0.5)
+def _draw_broker(roll: random.Random, base: Schedule) -> AnyFault:
+    return Broker(_draw_time_s(roll, base), roll.choice([0.1, 4.0, 30.0]), roll.random() < 0.5, roll.random() < 0.5)
 
 
-def _jump(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_jump(roll: random.Random, base: Schedule) -> AnyFault:
     sleep_s = roll.choice([0.0, 5.0, 100.0, 10_000.0])
-    return Jump(_who(roll, base), _when(roll, base), sleep_s, roll.choice([0.0, -1e6, 1e6]))
+    return Jump(_draw_participant(roll, base), _draw_time_s(roll, base), sleep_s, roll.choice([0.0, -1e6, 1e6]))
 
 
-def _slow(roll: random.Random, base: Schedule) -> AnyFault:
-    """Where not all devices are needed, it is the last that takes longer than a round may."""
-    index = roll.randrange(base.devices) if base.forced else base.devices - 1
+def _draw_slow(roll: random.Random, base: Schedule) -> AnyFault:
+    # If not all devices are required, the last one is slower than a round permits.
+    index = roll.randrange(base.devices) if base.requires_all_devices else base.devices - 1
     return Slow(f"dev-{index}", roll.choice([3.0, 10.0, 30.0]))
 
 
-def _worker(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_worker(roll: random.Random, base: Schedule) -> AnyFault:
     who, start = f"dev-{roll.randrange(base.devices)}", roll.randrange(1, base.rounds + 1)
     how: Literal["killed", "failed", "memory"] = roll.choice(["killed", "killed", "failed", "memory"])
     return Worker(who, start, how)
 
 
-def _stop(roll: random.Random, base: Schedule) -> AnyFault:
-    return Stop(_when(roll, base), roll.choice([1.0, 20.0]))
+def _draw_stop(roll: random.Random, base: Schedule) -> AnyFault:
+    return Stop(_draw_time_s(roll, base), roll.choice([1.0, 20.0]))
 
 
-def _newer(roll: random.Random, base: Schedule) -> AnyFault:
-    """What it says is refused by name; so the others have to do without it."""
+def _draw_newer(roll: random.Random, base: Schedule) -> AnyFault:
+    # Messages of a newer participant are refused, so the other devices must suffice.
     return Newer(f"dev-{base.devices - 1}")
 
 
@@ -406,33 +376,33 @@ def _draw_death(roll: random.Random, base: Schedule) -> AnyFault:
     return Death(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 
-def _second(roll: random.Random, base: Schedule) -> AnyFault:
-    return Second(_when(roll, base))
+def _draw_second(roll: random.Random, base: Schedule) -> AnyFault:
+    return Second(_draw_time_s(roll, base))
 
 
-def _rot(roll: random.Random, base: Schedule) -> AnyFault:
-    return Rot(_who(roll, base), _when(roll, base), round(roll.random(), 4))
+def _draw_rot(roll: random.Random, base: Schedule) -> AnyFault:
+    return Rot(_draw_participant(roll, base), _draw_time_s(roll, base), round(roll.random(), 4))
 
 
-def _restore(roll: random.Random, base: Schedule) -> AnyFault:
-    return Restore(_when(roll, base), roll.choice([1.0, 2.0, 4.0]))
+def _draw_restore(roll: random.Random, base: Schedule) -> AnyFault:
+    return Restore(_draw_time_s(roll, base), roll.choice([1.0, 2.0, 4.0]))
 
 
 _OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "newer", "death")
 _DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {
     "crash": _draw_crash,
     "kill": _draw_kill,
-    "refuse": _refuse,
-    "noise": _noise,
-    "cut": _cut,
-    "broker": _broker,
-    "jump": _jump,
-    "slow": _slow,
-    "worker": _worker,
-    "stop": _stop,
-    "newer": _newer,
+    "refuse": _draw_refuse,
+    "noise": _draw_noise,
+    "cut": _draw_cut,
+    "broker": _draw_broker,
+    "jump": _draw_jump,
+    "slow": _draw_slow,
+    "worker": _draw_worker,
+    "stop": _draw_stop,
+    "newer": _draw_newer,
     "death": _draw_death,
-    "second": _second,
-    "rot": _rot,
-    "restore": _restore,
+    "second": _draw_second,
+    "rot": _draw_rot,
+    "restore": _draw_restore,
 }

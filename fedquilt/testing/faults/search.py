@@ -1,4 +1,4 @@
-"""Playing many schedules, and shrinking one that fails to the shortest that fails in the same way."""
+"""Search for failing schedules, and their reduction to the shortest with the same failure."""
 
 from __future__ import annotations
 
@@ -25,27 +25,24 @@ PLAIN: Final = Schedule()
 
 
 class Failure(NamedTuple):
-    """A schedule after which something does not hold."""
-
     plan: Schedule
     why: str
 
-    def lines(self) -> list[str]:
-        """Sentences about it, the last of which is the command that plays it again."""
-        return [f"seed {self.plan.seed}: {self.why}", f"fedquilt simulate --schedule {shlex.quote(self.plan.text())}"]
+    def to_lines(self) -> list[str]:
+        return [
+            f"seed {self.plan.seed}: {self.why}",
+            f"fedquilt simulate --schedule {shlex.quote(self.plan.to_text())}",
+        ]
 
 
 class Played(NamedTuple):
-    """What came of some seeds."""
-
     seeds: int
     rounds: int
     happened: Counter[str]  # how often
     covered: Counter[str]  # in how many seeds
     failures: tuple[Failure, ...]
 
-    def plus(self, other: Played) -> Played:
-        """Both together."""
+    def add(self, other: Played) -> Played:
         return Played(
             self.seeds + other.seeds,
             self.rounds + other.rounds,
@@ -59,29 +56,32 @@ NOTHING: Final = Played(0, 0, Counter(), Counter(), ())
 
 
 @cache
-def candidates() -> tuple[str, ...]:
-    """Methods that schedules draw from: our own that run here, found by their files.
+def supported_methods() -> tuple[str, ...]:
+    """Return the built-in methods that schedules draw from.
+
+    Excluded are methods with donors, which take minutes, and methods with evaluation rounds, which select other
+    devices.
 
     Those that run blocks of donors take minutes; those with settling rounds ask other devices than the log's rounds.
     """
-    able = methods.names()
+    able = methods.builtin_names()
     found = [(name, methods.load(name)) for name in able]
-    return tuple(name for name, method in found if _runs(method.engines) and method.settle is None)
+    return tuple(name for name, method in found if _is_runnable(method.engines) and method.settle is None)
 
 
-def _runs(engines: Sequence[str]) -> bool:
-    from fedquilt.edge_agent.engines import available
+def _is_runnable(engines: Sequence[str]) -> bool:
+    from fedquilt.edge_agent.engines import available_engines
 
-    return bool({"numpy", "torch"} & set(engines) & set(available()))
+    return bool({"numpy", "torch"} & set(engines) & set(available_engines()))
 
 
 # -- playing --------------------------------------------------------------------------------------
 
 
-def attempt(theatre: Theatre, plan: Schedule, observe: Observe = lambda job, fact: None) -> Failure | Counter[str]:
-    """Play a schedule: what has happened, or how it has failed."""
+def run_plan(theatre: Theatre, plan: Schedule, observe: Observe = lambda job, fact: None) -> Failure | Counter[str]:
+    """Run a schedule. Return the counts of all events, or the failure."""
     try:
-        return theatre.play(plan, observe)
+        return theatre.run_plan(plan, observe)
     except BrokenError as error:
         return Failure(plan, str(error))
 
@@ -93,37 +93,36 @@ def play_seeds(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = ()
         theatre: where.
         seeds: which.
         kinds: further kinds of faults to draw.
-        among: methods to draw from; (): all `candidates`.
+        among: methods to draw from; (): all `supported_methods`.
     """
     before, count = theatre.rounds, 0
     happened, covered = Counter[str](), Counter[str]()
     failures = []
     for seed in seeds:
-        plan = draw_schedule(seed, among or candidates(), kinds)
-        found = attempt(theatre, plan)
+        plan = draw_schedule(seed, among or supported_methods(), kinds)
+        found = run_plan(theatre, plan)
         count += 1
         if isinstance(found, Failure):
-            failures.append(shrunk(theatre, found))
+            failures.append(shrink_failure(theatre, found))
             continue
         happened += found
         covered.update({name for name in found if found[name]} | {f"method {plan.method}", f"codec {plan.codec}"})
         covered["two jobs at once" if plan.jobs > 1 else "one job"] += 1
         covered["the same job twice"] += plan.twice_s >= 0
-        covered["all devices in each round" if plan.forced else "a part of the devices in a round"] += 1
+        covered["all devices in each round" if plan.requires_all_devices else "a part of the devices in a round"] += 1
     return Played(count, theatre.rounds - before, happened, covered, tuple(failures))
 
 
 _theatre: Theatre | None = None
 
 
-def _begin() -> None:
+def _start_process() -> None:
     global _theatre
-    calm()
+    prepare_process()
     _theatre = Theatre()
 
 
-def calm() -> None:
-    """Settle this process for many short plays: one thread, no log, rare collection of garbage."""
+def prepare_process() -> None:
     import logging
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -132,19 +131,18 @@ def calm() -> None:
     gc.set_threshold(100_000, 50, 1000)
 
 
-def _batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
+def _run_batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
     assert _theatre is not None
     return play_seeds(_theatre, seeds, kinds, among)
 
 
-def spread(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
-    """Play seeds in several processes; yields what came of each part, as it comes."""
+def run_in_processes(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
     parts = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process) as pool:
         waiting: set[Future[Played]] = set()
         while parts or waiting:
             while parts and len(waiting) < 2 * processes:
-                waiting.add(pool.submit(_batch, parts.pop(0), kinds, among))
+                waiting.add(pool.submit(_run_batch, parts.pop(0), kinds, among))
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in done:
                 yield each.result()
@@ -153,8 +151,8 @@ def spread(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[s
 # -- shrinking ------------------------------------------------------------------------------------
 
 
-def shrunk(theatre: Theatre, failure: Failure) -> Failure:
-    """The shortest schedule found that still fails: fewer faults, then plainer settings, then smaller numbers."""
+def shrink_failure(theatre: Theatre, failure: Failure) -> Failure:
+    """Return the simplest failing schedule that is found within TRIES runs."""
     left = TRIES
     best = failure
 
@@ -163,7 +161,7 @@ def shrunk(theatre: Theatre, failure: Failure) -> Failure:
         if left <= 0 or plan == best.plan:
             return False
         left -= 1
-        found = attempt(theatre, plan)
+        found = run_plan(theatre, plan)
         if isinstance(found, Failure):
             best = found
         return isinstance(found, Failure)
@@ -183,16 +181,15 @@ def _simpler_schedules(plan: Schedule) -> Iterator[Schedule]:
         yield msgspec.structs.replace(plan, **{name: getattr(PLAIN, name)})
     if plan.size and not any(isinstance(fault, Newer) for fault in faults):  # who is not heard cannot be waited for
         yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)
-    for name, least in (("rounds", 1), ("devices", 2 if plan.forced else 3)):
+    for name, least in (("rounds", 1), ("devices", 2 if plan.requires_all_devices else 3)):
         if getattr(plan, name) > least:
             yield msgspec.structs.replace(plan, **{name: getattr(plan, name) - 1})
     for index, fault in enumerate(faults):
-        for less in _less(fault):
+        for less in _smaller_faults(fault):
             yield msgspec.structs.replace(plan, faults=(*faults[:index], less, *faults[index + 1 :]))
 
 
-def _less(fault: AnyFault) -> Iterator[AnyFault]:
-    """A fault with one of its numbers at 0 or halved, where there is something to gain."""
+def _smaller_faults(fault: AnyFault) -> Iterator[AnyFault]:
     for name in fault.__struct_fields__:
         value = getattr(fault, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value or name in ("call", "start"):
@@ -206,8 +203,7 @@ def _less(fault: AnyFault) -> Iterator[AnyFault]:
             yield msgspec.structs.replace(fault, **{name: round(value / 2, 2)})
 
 
-def explained(played: Played, cpu_s: float) -> Iterator[str]:
-    """Lines for people: what was covered in so many processor seconds, and what failed."""
+def report_lines(played: Played, cpu_s: float) -> Iterator[str]:
     each = played.rounds / cpu_s if cpu_s else 0.0
     yield f"{played.seeds} seeds, {played.rounds} rounds, {each:.0f} rounds for each second of processor time"
     yield "in how many seeds, and how often:"
@@ -215,6 +211,6 @@ def explained(played: Played, cpu_s: float) -> Iterator[str]:
         often = played.happened[name]
         yield f"  {name:34} {count:7}" + (f" {often:9}" if often else "")
     for failure in played.failures:
-        yield from failure.lines()
+        yield from failure.to_lines()
     if not played.failures:
         yield "nothing accepted was lost, no state and no private state is another than calmly"

@@ -1,7 +1,7 @@
-"""Whether a job has selected the devices that it had to, by an account of its own of what the event log says.
+"""Check of the selected devices, by an independent interpretation of the event log.
 
-The account knows nothing of the coordinator's state. It draws from the devices that were eligible when the cohort was
-selected, so it finds a device that is skipped without a reason and one that is asked although it declined.
+The check uses no state of the coordinator. It draws from the devices that were eligible at the time of the selection,
+so it finds a device that is skipped without a reason and a device that is selected although it declined.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from fedquilt.coordinator.cohort import sample
+from fedquilt.coordinator.cohort import select_cohort
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -28,12 +28,6 @@ from fedquilt.coordinator.settings import Job
 
 
 class Selection:
-    """Devices of one job at one point of its event log.
-
-    Args:
-        job: Settings of the job.
-    """
-
     def __init__(self, job: Job) -> None:
         self._job = job
         self._round, self._opened = 0, False
@@ -129,18 +123,16 @@ class Selection:
         silent = [device for device in self._silent if device in pool]
         fresh = pool.difference(silent)
         seed, turns = self._job.seed, self._job.cohort.turns
-        drawn = sample(seed, self._round, fresh, min(count, len(fresh)), since=self._since, turns=turns)
+        drawn = select_cohort(seed, self._round, fresh, min(count, len(fresh)), since=self._since, turns=turns)
         return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
 
 
 def check_selections(job: Job, events: Iterable[AnyFact]) -> str:
-    """Return the first selection of a log that is not what it had to be, or ""."""
     selection = Selection(job)
     return next(filter(None, map(selection.check_event, events)), "")
 
 
 def find_causeless_decline(events: Iterable[AnyFact], causes: Mapping[str, int]) -> str:
-    """Return the first device that declined for its own failure more often than it failed, or ""."""
     left = dict(causes)
     for event in events:
         if isinstance(event, Declined) and event.code in ("failed", "memory"):

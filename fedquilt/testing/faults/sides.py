@@ -1,4 +1,4 @@
-"""The processes of a simulated federation: a coordinator and agents that end, and are started again on what is left."""
+"""Processes of a simulated federation: a coordinator and agents that end and are restarted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import AnyFact, Rounds, apply
+from fedquilt.coordinator.facts import AnyFact, Rounds, apply_event
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.server import Server
@@ -24,13 +24,13 @@ from fedquilt.coordinator.worker import Here, Then
 from fedquilt.core import JobError, StoreError, Task, Update
 from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.remembered import Remembered
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.testing.faults import schedule
-from fedquilt.testing.faults.broker import SimBroker, SimLink, newer
+from fedquilt.testing.faults.broker import SimBroker, SimLink, with_unknown_field
 from fedquilt.testing.faults.database import LOG
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.durable import DurableDisk, JobPromises, blobs_in_event, lost_blobs
@@ -49,18 +49,18 @@ ERRORS: Final = {"full": errno.ENOSPC, "readonly": errno.EROFS, "io": errno.EIO}
 
 
 class BrokenError(BaseException):
-    """A check has failed. No `except Exception` of the checked code may catch it."""
+    """Violated invariant. Not caught by `except Exception`."""
 
 
 class Side(ABC):
-    """One computer, with the process on it.
+    """Computer with one process.
 
     Args:
-        name: "coordinator" or a device's.
-        broker: of the federation.
-        platter: what the computer keeps.
-        plan: the faults that concern it are taken from there.
-        happened: counts what has happened.
+        name: "coordinator" or the name of a device.
+        broker: The broker of the federation.
+        platter: The file system of the computer.
+        plan: The schedule with the faults.
+        happened: Counts of all events.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Side(ABC):
         self._began_s, self._at_once = -1.0, 0  # steps in a row, each of which was due at once, and since when
 
     def step(self, now_s: float) -> None:
-        """Start the process if it is time, or let it do what is due; it may end by that."""
         if now_s < self.up_s:
             self.due_s = self.up_s
             return
@@ -102,7 +101,7 @@ class Side(ABC):
             if self.inner is None:
                 self._start_process()
             self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
-            self._require_rest(now_s)
+            self._require_idle(now_s)
             if self._link.inbox:
                 self.due_s = now_s
         except Crash:
@@ -117,35 +116,29 @@ class Side(ABC):
             self._end_process(power=False)
             self.up_s = self.due_s = now_s + AGAIN_S
 
-    def ends(self) -> None:
-        """End the process; it is started again a while later."""
+    def end_process(self) -> None:
         self._end_process(power=False)
         self.up_s = self.due_s = self.broker.now_s + AGAIN_S
 
-    def kill(self, power: bool, down_s: float) -> None:
-        """End the process, and its computer with `power`. It starts again after `down_s`."""
+    def kill_process(self, power: bool, down_s: float) -> None:
         if self.inner is not None:
             self._end_process(power=power)
             self.up_s = self.due_s = self.broker.now_s + down_s
 
-    def die(self) -> None:
-        """Destroy the computer with its disk."""
+    def destroy(self) -> None:
         self._end_process(power=False)
         self.dead, self.up_s, self.due_s = True, math.inf, math.inf
 
-    def sleep(self, seconds: float) -> None:
-        """Its own clock jumps."""
+    def shift_clock(self, seconds: float) -> None:
         self._offset_s += seconds
 
     def close(self) -> None:
-        """Let go of everything; nobody will look at what is left."""
         self.inner = None
         self.platter.close()
 
     # -- within --
 
-    def _require_rest(self, now_s: float) -> None:
-        """Raise BrokenError if the process keeps its processor busy while nothing happens."""
+    def _require_idle(self, now_s: float) -> None:
         if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
             self._began_s, self._at_once = now_s, 0
         self._at_once += self.due_s <= now_s + MOMENT_S
@@ -156,24 +149,23 @@ class Side(ABC):
         """Start the process on the computer's disk, with a new connection to the broker."""
         self.lives += 1
         self._disk = SimDisk(self.platter, self._inject_fault)
-        self._link: SimLink = self.broker.connect(self.name, self._will())
+        self._link: SimLink = self.broker.connect(self.name, self._last_will())
         self._link.gate = self._inject_fault
         self._link.rewrite = self._check_sent
         self._happened["newer"] += self.newer
-        self.inner = self._make_process(self._link)
+        self.inner = self._create_process(self._link)
 
     @abstractmethod
-    def _make_process(self, link: SimLink) -> Any:
-        """Start the process on what its disk holds, speaking over `link`; returns what `step` is called on."""
+    def _create_process(self, link: SimLink) -> Any: ...
 
-    def _will(self) -> tuple[str, bytes] | None:
+    def _last_will(self) -> tuple[str, bytes] | None:
         return None
 
     def _check_sent(self, topic: str, payload: bytes) -> bytes:
         """Check the promises of a message before it is sent. Return its bytes as this version writes them."""
         if payload and not (self._happened["rot"] or self._happened["restore"]):
-            self._require_promises_durable(wire.route(topic), payload)
-        return newer(topic, payload) if self.newer else payload
+            self._require_promises_durable(wire.parse_topic(topic), payload)
+        return with_unknown_field(topic, payload) if self.newer else payload
 
     @abstractmethod
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
@@ -182,12 +174,12 @@ class Side(ABC):
     def _end_process(self, *, power: bool) -> None:
         """End the process and its connection, as by a power failure with `power`."""
         self.inner, self.ended = None, True
-        self._disk.end()
-        self.broker.gone(self.name)
+        self._disk.release_locks()
+        self.broker.lose_client(self.name)
         if power:
-            self.platter.power_fails(self._roll)
+            self.platter.fail_power(self._roll)
         else:
-            self.platter.processes_end()
+            self.platter.end_processes()
 
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
         """Count a call. End the process if a crash is due, or return the error with which the call fails."""
@@ -205,43 +197,40 @@ class Side(ABC):
             raise Crash
         if self._calls < self._until and what in ("read", "write", "sync", "name", "commit"):
             for fault in self._refusals:
-                if fault.call <= self._calls < fault.call + fault.calls and _refused(fault.how, what):
+                if fault.call <= self._calls < fault.call + fault.calls and _is_refused(fault.how, what):
                     self._happened["refuse"] += 1
                     self.trouble += 1
                     return OSError(ERRORS[fault.how], os.strerror(ERRORS[fault.how]))
         return None
 
 
-def _refused(how: str, what: str) -> bool:
+def _is_refused(how: str, what: str) -> bool:
     return {"full": what in ("write", "commit"), "readonly": what != "read", "io": True}[how]
 
 
 class WatchedStore(Store):
-    """Store that reports each event once it is written."""
-
     report: Callable[[str, AnyFact], None] = staticmethod(lambda id, fact: None)
     written: Sequence[tuple[str, AnyFact]] = ()  # events of the transaction that is under way
 
-    def append(self, id: str, fact: AnyFact) -> None:
-        """Append an event, and remember to report it once it is written."""
+    def append_event(self, id: str, fact: AnyFact) -> None:
         self._unreported = [*getattr(self, "_unreported", ()), (id, fact)]
-        super().append(id, fact)
+        super().append_event(id, fact)
 
-    def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+    def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         """Write rows, then report their events."""
         self.written, self._unreported = getattr(self, "_unreported", []), []
-        super()._write(rows)
+        super()._write_events(rows)
         written, self.written = self.written, []
         for id, fact in written:
             self.report(id, fact)
 
 
 class Beside(Here):
-    """A coordinator's worker on virtual time: a piece is done at once, and its result is taken later.
+    """Worker of a coordinator on virtual time, whose results are delayed.
 
     Args:
-        delay_s: until then; below 0: nothing is large enough for it.
-        now_s: tells the time.
+        delay_s: The delay of a result. If negative, nothing is run in the worker.
+        now_s: A function that returns the time.
     """
 
     def __init__(self, delay_s: float, now_s: Callable[[], float]) -> None:
@@ -250,26 +239,21 @@ class Beside(Here):
         self._delay_s, self._now_s, self.due_s = delay_s, now_s, math.inf
 
     @property
-    def ended(self) -> bool:
-        """See `Worker`."""
-        return super().ended and self._now_s() >= self.due_s
+    def has_results(self) -> bool:
+        return super().has_results and self._now_s() >= self.due_s
 
-    def start(self, piece: Callable[[], T], then: Then[T]) -> None:
-        """See `Worker`."""
-        super().start(piece, then)
+    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
+        super().submit(piece, then)
         self.due_s = min(self.due_s, self._now_s() + self._delay_s)
 
-    def finish(self, now_s: float) -> bool:
-        """See `Worker`."""
-        if not self.ended:
+    def run_callbacks(self, now_s: float) -> bool:
+        if not self.has_results:
             return False
         self.due_s = math.inf
-        return super().finish(now_s)
+        return super().run_callbacks(now_s)
 
 
 class CoordinatorSide(Side):
-    """The coordinator: started as `fedquilt serve` is, and again after it has ended."""
-
     observe: Callable[[Any, Any], None]
     load: Callable[[str], Any]
     acknowledge: Callable[[str], None]  # called with the device of each acknowledgement
@@ -283,23 +267,22 @@ class CoordinatorSide(Side):
         self._sent: set[tuple[str, int, str]] = set()  # job, round and device of each task that this life has sent
         self._epochs = (0, 0)  # the latest one that an earlier life has used, and this life
 
-    def _make_process(self, link: SimLink) -> Server:
+    def _create_process(self, link: SimLink) -> Server:
         """Return a coordinator on what its disk holds, after checking the logs."""
         self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
-        if not self.store.lock():
+        if not self.store.acquire_lock():
             raise JobError("another coordinator runs in its home")
         self._rebuild_promises()
         self._sent = set()
         self.store.report = self._check_recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
-        executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
+        executor = OverLink(link, FLEET, self.store.depot, self.store.begin_epoch())
         self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
         given = executor, self.store, self.observe, None, self.load, 30.0, FEW
         return Server(*given, worker=self._worker, by_wall=True)
 
     def step(self, now_s: float) -> None:
-        """Step the process, follow its worker, and check that each asked device has its task."""
         super().step(now_s)
         if self.inner is not None:
             self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
@@ -308,12 +291,12 @@ class CoordinatorSide(Side):
     def _check_sent(self, topic: str, payload: bytes) -> bytes:
         """Check a message and record sent tasks and acknowledged devices. Return the bytes to send."""
         sent = super()._check_sent(topic, payload)
-        route = wire.route(topic)
+        route = wire.parse_topic(topic)
         if route.kind is Task and payload:
             task = wire.decode(payload, Task)
             self._sent.add((task.job, task.round, route.device))
         if self.ahead:
-            return newer(topic, sent)
+            return with_unknown_field(topic, sent)
         if route.kind is wire.Ack and wire.decode(payload, wire.Ack).accepted:
             self.acknowledge(route.device)
         return sent
@@ -377,7 +360,7 @@ class CoordinatorSide(Side):
         self._promises_of(job).add_event(fact)
         if not (self._happened["rot"] or self._happened["restore"]):
             self._require_blobs_synced(job)
-            if not self.platter.database(f"{self.platter.root}/fedquilt.db").is_synced:
+            if not self.platter.open_database(f"{self.platter.root}/fedquilt.db").is_synced:
                 raise BrokenError(f"{job}: {type(fact).__name__} is followed before it is synced")
 
     def _require_blobs_synced(self, job: str) -> None:
@@ -395,40 +378,35 @@ class CoordinatorSide(Side):
             BrokenError: If a log lacks an acknowledged update, or a snapshot does not fit its log.
         """
         self.promises = {}
-        for row in self.store.jobs():
-            promised, plan = self._promises_of(row.id), Plan.of(row.job)
+        for row in self.store.readable_jobs():
+            promised, plan = self._promises_of(row.id), Plan.from_job(row.job)
             whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.load_state(row.id, plan, 0.0)
             self._happened["snapshot"] += upto > 0
-            for seq, _, fact in self.store.facts(row.id):
+            for seq, _, fact in self.store.read_events(row.id):
                 promised.add_event(fact)
-                whole.apply_fact(fact, apply(whole.rounds, fact, 0.0))
+                whole.apply_event(fact, apply_event(whole.rounds, fact, 0.0))
                 if seq > upto:
-                    standing.apply_fact(fact, apply(standing.rounds, fact, 0.0))
+                    standing.apply_event(fact, apply_event(standing.rounds, fact, 0.0))
             if standing != whole and not self._happened["rot"]:
                 raise BrokenError(f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}")
         lost = {each for each in self._acknowledged if each[1:] not in self._promises_of(each[0]).counted}
         if lost and not (self._happened["rot"] or self._happened["restore"]):
             raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
 
-    def restore(self, copied: Any) -> None:
-        """End the process, and start it again on a copy of its home."""
-        self.ends()
+    def restore_home(self, copied: Any) -> None:
+        self.end_process()
         self.platter.restore(copied)
 
-    def second(self) -> bool:
-        """Whether a second coordinator could be started in the same home."""
+    def can_start_second(self) -> bool:
         with Store(Path(self.platter.root), disk=SimDisk(self.platter)) as store:
-            return store.lock()
+            return store.acquire_lock()
 
 
 def last_counted_rounds(root: str, disk: SimDisk) -> dict[str, int]:
-    """Return the last round of each job that a device knows to be counted."""
-    return {job: counted.round for job, counted in Remembered(Path(root), disk, durable=True).recover().items()}
+    return {job: counted.round for job, counted in Remembered(Path(root), disk, durable=True).load_counted().items()}
 
 
 class AgentSide(Side):
-    """A device's agent."""
-
     truths: dict[str, Truth]
     failures = 0  # tasks that ended otherwise than well
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
@@ -443,11 +421,11 @@ class AgentSide(Side):
                 raise BrokenError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
         return super()._inject_fault(what, where)
 
-    def _will(self) -> tuple[str, bytes]:
-        topic = wire.Topics(FLEET).device(self.name, "up", "presence")
+    def _last_will(self) -> tuple[str, bytes]:
+        topic = wire.Topics(FLEET).device_topic(self.name, "up", "presence")
         return topic, wire.encode(wire.Presence(online=False, boot=f"{self.name}-{self.lives}"))
 
-    def _make_process(self, link: SimLink) -> Agent:
+    def _create_process(self, link: SimLink) -> Agent:
         options = AgentSettings(
             device=self.name,
             fleet=FLEET,
@@ -473,7 +451,6 @@ class AgentSide(Side):
                 )
 
     def _require_synced_update(self, update: Update) -> None:
-        """Raise BrokenError unless an update that is offered is synced, or its answer is, which could not be noted."""
         if update.round <= last_counted_rounds(self.platter.root, self._durable).get(update.job, -1):
             return
         root, name = self.platter.root, f"{update.job}@{update.round}"
@@ -485,13 +462,12 @@ class AgentSide(Side):
         if lost or UPDATE not in files:
             raise BrokenError(f"{self.name} offers {name} before it is synced: {lost or UPDATE}")
 
-    def work(self, order: Order) -> Outcome:
-        """Carry out an order: its output lies in its folder afterwards, not synced."""
+    def run_task(self, order: Order) -> Outcome:
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
         private = None if order.private is None else disk.read(order.private)
         known = Known(private, order.private_sha256, order.lost, order.forgotten)
         try:
-            done = truth.shop.work(
+            done = truth.shop.run_task(
                 order.task, self.name, known, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
             )
         except FileNotFoundError:
@@ -501,7 +477,6 @@ class AgentSide(Side):
         return done.outcome
 
     def next_failure(self) -> str | None:
-        """Return how the next task is to fail, or None if it is to end well."""
         self._starts += 1
         how = self._work.get(self._starts)
         if how is not None:
@@ -514,13 +489,10 @@ class AgentSide(Side):
 
     @property
     def work_s(self) -> float:
-        """Seconds that a task takes."""
         return WORK_S * self._slow
 
 
 class SimWorker:
-    """A device's worker on virtual time; ends well unless its side says otherwise."""
-
     resident_bytes = 0
 
     def __init__(self, side: AgentSide) -> None:
@@ -528,37 +500,31 @@ class SimWorker:
         self._events: list[tuple[float, Event]] = []
 
     def start(self, order: Order, now_s: float) -> None:
-        """Begin an order."""
         how = self._side.next_failure()
         if how == "killed":
             outcome = Outcome(code="failed", reason="the task's process was killed", killed=True)
         elif how is not None:
             outcome = Outcome(code=how, reason="by the schedule", overrun=how == "memory")  # type: ignore[arg-type]
         else:
-            outcome = self._side.work(order)
+            outcome = self._side.run_task(order)
         self._events = [(now_s + self._side.work_s, outcome)]
         if outcome.code == "ok":
             self._events.insert(0, (now_s, Loaded(outcome.examples)))
 
     def poll(self, now_s: float) -> list[Event]:
-        """Events that are due."""
         due = [event for at_s, event in self._events if at_s <= now_s]
         if due:
             self._events = [each for each in self._events if each[0] > now_s]
         return due
 
-    def due_s(self, now_s: float) -> float:
-        """Time of the next event."""
+    def next_poll_s(self, now_s: float) -> float:
         return self._events[0][0] if self._events else math.inf
 
     def kill(self) -> None:
-        """Drop the order."""
         self._events = []
 
     def fds(self) -> tuple[int, ...]:
-        """None: nothing arrives from outside."""
         return ()
 
     def close(self) -> None:
-        """Drop the order."""
         self._events = []

@@ -1,4 +1,4 @@
-"""What a federation should come to: the same cohorts, worked out calmly by the method's own functions.
+"""Reference run without faults: expected states of all cohorts, from the method's functions.
 
 Nothing of the coordinator or the agent takes part: no log, no store, no messages. Each device's work is remembered by
 its inputs, so that thousands of schedules cost the work of a few.
@@ -18,19 +18,30 @@ import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.preflight import create_initial_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.tasks import make_task
-from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Encoding, Profile, Task, Tensors, derived
+from fedquilt.core import (
+    Action,
+    BlobRef,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Encoding,
+    Profile,
+    Task,
+    Tensors,
+    seed_deriver,
+)
 from fedquilt.edge_agent import engines, events, messages
-from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing import toys
 from fedquilt.testing.faults.schedule import Restore, Rot, Schedule
-from fedquilt.testing.scenes import Scene, scene
+from fedquilt.testing.scenes import Scene, make_scene
 from fedquilt.tools.simulation.hands import OneEngine
 
 BUDGET: Final = "2GB"
@@ -39,20 +50,15 @@ BOARD: Final = "x86-host"  # the smallest profile there is
 
 
 class Result(NamedTuple):
-    """Outcome of a device's work, and the files that it wrote."""
-
     outcome: Outcome
     files: Mapping[str, bytes]
 
     @property
     def private(self) -> bytes | None:
-        """The private state that it leaves."""
         return self.files.get(PRIVATE)
 
 
 class Known(NamedTuple):
-    """What a device knows of its private state."""
-
     private: bytes | None = None  # None: there is none yet, or none that can be used
     sha256: str = ""  # that it was stored with
     lost: str = ""  # why there is none, although earlier rounds have left one
@@ -60,8 +66,6 @@ class Known(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Where a job stands after some rounds."""
-
     state: Any
     sha256: str
     private: Mapping[str, bytes]  # device -> its private state
@@ -69,51 +73,43 @@ class Node(NamedTuple):
 
 
 class Workshop:
-    """A method with its toys, and what was worked out with it already.
+    """Method with toy data, and all results that were computed with the method.
 
     Args:
-        name: of the method.
-        place: real folder for files of its own.
+        name: The name of the method.
+        place: A real folder for its files.
     """
 
     def __init__(self, name: str, place: Path) -> None:
-        self.scene = _scene(name)
+        self.scene = _make_scene(name)
         self.method = self.scene.method
-        self.folder = toys.folder(place / f"bundle-{name}", self.scene.bundle)
-        self.bundle: Bundle = bundle.load(self.folder)
+        self.folder = toys.write_bundle(place / f"bundle-{name}", self.scene.bundle)
+        self.bundle: Bundle = bundle.load_bundle(self.folder)
         self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
         self.done: dict[
             tuple[str, bytes, str, Known], Result
         ] = {}  # by device, task, what is damaged of it, and `Known`
         self.nodes: dict[tuple[Any, ...], Node] = {}  # by what a job's states depend on, and its cohorts
         self.blobs: dict[str, bytes] = {}
-        self._bench = OneEngine(self._share, lambda name: self.method, self.scene.engine)
+        self._bench = OneEngine(self._examples_of, lambda name: self.method, self.scene.engine)
         self._place = place / f"work-{name}"
         self._place.mkdir()
         self._files: dict[str, str] = {}  # sha256 -> path of a real file
 
-    def _share(self, device: str) -> Any:
+    def _examples_of(self, device: str) -> Any:
         member = self.scene.devices[int(device.rpartition("-")[2])]
         return member.train, member.held
 
-    def work(self, task: Task, device: str, known: Known, load: Callable[[str], bytes]) -> Result:
-        """A device's work on a task, done once for the same inputs.
-
-        Args:
-            task: of the coordinator.
-            device: its name.
-            known: what it knows of its private state.
-            load: bytes of a blob by its sha256.
-        """
+    def run_task(self, task: Task, device: str, known: Known, load: Callable[[str], bytes]) -> Result:
         plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
         given = {name: load(ref.sha256) for name, ref in task.bundles.items()}
-        odd = "".join(_sha(given[name]) for name, ref in task.bundles.items() if _sha(given[name]) != ref.sha256)
+        odd = "".join(_sha256(given[name]) for name, ref in task.bundles.items() if _sha256(given[name]) != ref.sha256)
         key = (device, msgspec.json.encode(plain), odd, known)
         if key not in self.done:
-            self.done[key] = self._worked(plain, device, known, given)
+            self.done[key] = self._compute_result(plain, device, known, given)
         return self.done[key]
 
-    def _worked(self, task: Task, device: str, known: Known, given: Mapping[str, bytes]) -> Result:
+    def _compute_result(self, task: Task, device: str, known: Known, given: Mapping[str, bytes]) -> Result:
         with tempfile.TemporaryDirectory(dir=self._place) as folder:
             out = Path(folder) / "out"
             out.mkdir()
@@ -125,7 +121,7 @@ class Workshop:
                 device=device,
                 budget_bytes=BUDGET_BYTES,
                 data={"share": device},
-                bundles={name: self._real(payload) for name, payload in given.items()},
+                bundles={name: self._real_file(payload) for name, payload in given.items()},
                 private=None if own is None else str(own),
                 private_sha256=known.sha256,
                 lost=known.lost,
@@ -134,13 +130,12 @@ class Workshop:
                 cache=f"{folder}/cache",
                 out=str(out),
             )
-            outcome = main.run_order(order, self._bench)
+            outcome = main.run_task(order, self._bench)
             files = {path.name: path.read_bytes() for path in out.iterdir()}
         return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
 
-    def _real(self, payload: bytes) -> str:
-        """A real file with these bytes."""
-        sha256 = _sha(payload)
+    def _real_file(self, payload: bytes) -> str:
+        sha256 = _sha256(payload)
         if sha256 not in self._files:
             (self._place / sha256).write_bytes(payload)
             self._files[sha256] = str(self._place / sha256)
@@ -148,19 +143,19 @@ class Workshop:
 
 
 class Truth:
-    """One federation without faults: its job, and what every cohort comes to.
+    """Reference run of one job without faults.
 
     Args:
-        plan: a schedule; its settings count, and whether private state may be lost, without which some methods end.
-        shop: of its method.
-        number: of the job, from 0.
+        plan: The schedule, of which the settings and the possible loss of private state matter.
+        shop: The reference client of the job's method.
+        number: The number of the job, from 0.
     """
 
     def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
         self._same = (plan.codec, plan.rounds, plan.check, plan.job_name(number))
-        self.job: Job = settings.parse(
+        self.job: Job = settings.parse_job(
             {
                 "name": plan.job_name(number),
                 "method": plan.method,
@@ -178,49 +173,50 @@ class Truth:
                     "attempts": 100 if any(isinstance(fault, Rot | Restore) for fault in plan.faults) else 10_000,
                 },
                 "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
-                "wire": msgspec.to_builtins(compression.sparing(Encoding(codec=plan.codec), self.bundle.meta)),
+                "wire": msgspec.to_builtins(compression.exclude_buffers(Encoding(codec=plan.codec), self.bundle.meta)),
             }
         )
 
-    def profile(self, device: str) -> Profile:
-        """Profile that a device sends."""
-        return _profile(device, self.engine)
+    def device_profile(self, device: str) -> Profile:
+        return _device_profile(device, self.engine)
 
-    def node(self, cohorts: tuple[tuple[str, ...], ...]) -> Node:
-        """Where the job stands after rounds of these cohorts, each sorted."""
+    def state_after(self, cohorts: tuple[tuple[str, ...], ...]) -> Node:
         key = (self._same, cohorts)
         found = self.shop.nodes.get(key)
         if found is None:
-            found = self._next(self.node(cohorts[:-1]), len(cohorts) - 1, cohorts[-1]) if cohorts else self._first()
+            found = (
+                self._run_round(self.state_after(cohorts[:-1]), len(cohorts) - 1, cohorts[-1])
+                if cohorts
+                else self._initial_node()
+            )
             self.shop.nodes[key] = found
         return found
 
-    def actions(self, round: int) -> tuple[Action, ...]:
-        """What devices are asked for in a round."""
+    def round_actions(self, round: int) -> tuple[Action, ...]:
         every = self.job.check.every
         if round >= self.job.rounds:
             return ("check",)
         return ("check", "work") if every and round % every == 0 else ("work",)
 
-    def _first(self) -> Node:
-        return self._stored(first_state(self.job, self.bundle, self.method), {}, {})
+    def _initial_node(self) -> Node:
+        return self._make_node(create_initial_state(self.job, self.bundle, self.method), {}, {})
 
-    def _stored(self, state: Any, private: Mapping[str, bytes], history: Mapping[str, tuple[int, ...]]) -> Node:
-        payload = tensors.pack(state)
-        return Node(tensors.unpack(payload, self.method.state), _sha(payload), private, history)
+    def _make_node(self, state: Any, private: Mapping[str, bytes], history: Mapping[str, tuple[int, ...]]) -> Node:
+        payload = tensors.pack_state(state)
+        return Node(tensors.unpack_state(payload, self.method.state), _sha256(payload), private, history)
 
-    def _next(self, node: Node, round: int, cohort: Iterable[str]) -> Node:
+    def _run_round(self, node: Node, round: int, cohort: Iterable[str]) -> Node:
         total: Any = None
         private, history = dict(node.private), dict(node.history)
-        actions = self.actions(round)
-        seed = derived(self.job.seed, self.job.name, round)
+        actions = self.round_actions(round)
+        seed = seed_deriver(self.job.seed, self.job.name, round)
         for device in sorted(cohort):
-            profile = self.profile(device)
+            profile = self.device_profile(device)
             order = self.method.send(node.state, DeviceView(device, profile, node.history.get(device, ())))
             assert order is not None, f"{device} took part in round {round}, and the method has nothing for it"
             task = make_task(
                 order,
-                blob=self._blob,
+                blob=self._store_blob,
                 job="",
                 round=round,
                 attempt=0,
@@ -229,61 +225,58 @@ class Truth:
                 actions=actions,
                 seed=seed(device),
                 deadline_s=0.0,
-                tier=tiers.tier(profile),
+                tier=tiers.tier_from_profile(profile),
                 wire=self.job.wire,
             )
             kept = node.private.get(device)
-            known = Known() if kept is None else Known(kept, _sha(kept))
-            done = self.shop.work(task, device, known, self._load)
+            known = Known() if kept is None else Known(kept, _sha256(kept))
+            done = self.shop.run_task(task, device, known, self._load_blob)
             assert done.outcome.code == "ok", done.outcome.reason
             if done.private is not None:
                 private[device] = done.private
             history[device] = (*history.get(device, ()), round)
             if "work" in actions:
-                total = self.method.fold(node.state, total, self._contribution(device, task, done))
+                total = self.method.fold(node.state, total, self._decode_update(device, task, done))
         state = self.method.step(node.state, total) if "work" in actions else node.state
-        return self._stored(state, private, history)
+        return self._make_node(state, private, history)
 
-    def _contribution(self, device: str, task: Task, done: Result) -> Contribution:
-        sent = {name: tensors.decode(done.files[ref.sha256]) for name, ref in done.outcome.bundles.items()}
+    def _decode_update(self, device: str, task: Task, done: Result) -> Contribution:
+        sent = {name: tensors.decode_tensors(done.files[ref.sha256]) for name, ref in done.outcome.bundles.items()}
 
         def base(name: str) -> Tensors | None:
             known = task.bundles.get(name) if task.wire.codec != "raw" else None
-            return None if known is None else tensors.decode(self._load(known.sha256))
+            return None if known is None else tensors.decode_tensors(self._load_blob(known.sha256))
 
-        plain = compression.decoded(task.wire, sent, base)
+        plain = compression.decode_update(task.wire, sent, base)
         return Contribution(device, task.round, done.outcome.weight, done.outcome.metrics, plain)
 
-    def _blob(self, value: Tensors | BlobRef) -> BlobRef:
+    def _store_blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
             return value
-        payload = tensors.encode(value)
-        ref = BlobRef(sha256=_sha(payload), size=len(payload))
+        payload = tensors.encode_tensors(value)
+        ref = BlobRef(sha256=_sha256(payload), size=len(payload))
         self.shop.blobs[ref.sha256] = payload
         return ref
 
-    def _load(self, sha256: str) -> bytes:
+    def _load_blob(self, sha256: str) -> bytes:
         return self.shop.blobs.get(sha256) or (self.folder / "blobs" / sha256).read_bytes()
 
 
-def _scene(name: str) -> Scene:
-    """A method with its toys, which trains for one epoch of two batches: what is looked for is not in how far it gets.
-
-    FedAvg's and Ditto's models are large enough to come in several chunks.
-    """
-    found = scene(name)
+def _make_scene(name: str) -> Scene:
+    # One epoch of two batches. The models of FedAvg and Ditto consist of several chunks.
+    found = make_scene(name)
     found = replace(found, given={key: 1 if key == "epochs" else value for key, value in found.given.items()})
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
-    return replace(found, bundle=toys.toy_bundle(network, numpy_engine.init(network, 0)))
+    return replace(found, bundle=toys.toy_bundle(network, numpy_engine.init_tensors(network, 0)))
 
 
-def _sha(payload: bytes) -> str:
+def _sha256(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
 @cache
-def _profile(device: str, engine: str) -> Profile:
-    means = events.Means(BUDGET_BYTES, (engine, *(e for e in engines.available() if e != engine)), ())
-    return messages.profile(device, make_board(BOARD), means)
+def _device_profile(device: str, engine: str) -> Profile:
+    means = events.Means(BUDGET_BYTES, (engine, *(e for e in engines.available_engines() if e != engine)), ())
+    return messages.profile_message(device, make_board(BOARD), means)

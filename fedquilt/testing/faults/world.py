@@ -1,4 +1,4 @@
-"""One schedule played, and what must hold afterwards."""
+"""Simulation of one schedule, and the invariants that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended, Lost
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, FedquiltError, Method, Task, Update, summed
+from fedquilt.core import Contribution, FedquiltError, Method, Task, Update, mergeable_type
 from fedquilt.edge_agent.remembered import Private, Remembered
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.testing.faults import schedule, selection
@@ -48,14 +48,12 @@ S = TypeVar("S", bound=Side)
 
 
 class Theatre:
-    """Where schedules are played: what is common to many of them is made once. Close it, or use it as a context."""
-
     def __init__(self) -> None:
         shared = Path("/dev/shm")  # noqa: S108 - of files nobody keeps
         self.place = Path(tempfile.mkdtemp(prefix="fedquilt-sim-", dir=shared if shared.is_dir() else None))
         self.rounds = 0
         self._shops: dict[str, Workshop] = {}
-        self.empty = self._database()
+        self.empty = self._empty_database()
 
     def __enter__(self) -> Theatre:
         return self
@@ -64,32 +62,29 @@ class Theatre:
         self.close()
 
     def close(self) -> None:
-        """Remove its files."""
         shutil.rmtree(self.place, ignore_errors=True)
 
-    def truths(self, plan: Schedule) -> dict[str, Truth]:
-        """What the schedule's jobs should come to, by their ids."""
+    def reference_runs(self, plan: Schedule) -> dict[str, Truth]:
         plans = [plan.for_job(number) for number in range(plan.jobs)]
         for name in {each.method for each in plans} - self._shops.keys():
             self._shops[name] = Workshop(name, self.place)
-        return {_id(number): Truth(each, self._shops[each.method], number) for number, each in enumerate(plans)}
+        return {_job_id(number): Truth(each, self._shops[each.method], number) for number, each in enumerate(plans)}
 
-    def _database(self) -> bytes:
-        """A coordinator's database without jobs."""
+    def _empty_database(self) -> bytes:
         with Store(self.place / "home"):
             pass
         return (self.place / "home" / "fedquilt.db").read_bytes()
 
-    def play(self, plan: Schedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
-        """Play a schedule; returns how often each thing has happened.
+    def run_plan(self, plan: Schedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
+        """Run a schedule and return the counts of all events.
 
         Raises:
-            BrokenError: something does not hold.
+            BrokenError: If an invariant is violated.
         """
         folder = Path(tempfile.mkdtemp(dir=self.place))
         world = World(plan, self, folder, observe)
         try:
-            with heard(world.happened):
+            with capture_log(world.happened):
                 world.run()
             if world.happened["damaged"] and not world.happened["rot"]:
                 raise BrokenError("a blob was whole before anybody saw that a chunk of it was not")
@@ -108,21 +103,17 @@ class Theatre:
 
 
 class Ear(logging.Handler):
-    """Counts what is said of blobs that arrived damaged, though each of their chunks has been checked."""
-
     def __init__(self, happened: Counter[str]) -> None:
         super().__init__(logging.WARNING)
         self._happened = happened
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count a warning."""
         if "could not be fetched" in str(record.msg) and "arrived with other content" in record.getMessage():
             self._happened["damaged"] += 1
 
 
 @contextmanager
-def heard(happened: Counter[str]) -> Iterator[None]:
-    """Listen to what is logged within; nothing of it is shown unless logging shows it anyway."""
+def capture_log(happened: Counter[str]) -> Iterator[None]:
     log, ear = logging.getLogger("fedquilt"), Ear(happened)
     log.addHandler(ear)
     try:
@@ -131,7 +122,7 @@ def heard(happened: Counter[str]) -> Iterator[None]:
         log.removeHandler(ear)
 
 
-def _id(number: int) -> str:
+def _job_id(number: int) -> str:
     return f"sim{number}-20260101-000000-00000{number}"
 
 
@@ -145,11 +136,9 @@ def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
 
 
 class World:
-    """One federation."""
-
     def __init__(self, plan: Schedule, theatre: Theatre, folder: Path, observe: Observe) -> None:
         self.plan, self.happened = plan, Counter[str]()
-        self.truths = theatre.truths(plan)
+        self.truths = theatre.reference_runs(plan)
         self.committed = 0
         self._observe = observe
         noise = [
@@ -162,8 +151,8 @@ class World:
         self._ended: dict[str, Ended] = {}
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
-        self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
-        self.coordinator.observe, self.coordinator.load = self._check_event, self._watched
+        self.coordinator = self._make_side(CoordinatorSide, COORDINATOR, folder)
+        self.coordinator.observe, self.coordinator.load = self._check_event, self._method_with_fold_check
         self.coordinator.acknowledge, self.coordinator.begin = self._count_acknowledgement, self._extend_attempt_limits
         slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
         self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
@@ -173,11 +162,11 @@ class World:
             isinstance(each, (*UNTIMED, *in_turn)) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
             for each in plan.faults
         )
-        self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
+        self.coordinator.platter.open_database(f"/{COORDINATOR}/fedquilt.db").write_file(theatre.empty)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentSide] = []
         for index in range(plan.devices):
-            agent = self._side(AgentSide, f"dev-{index}", folder)
+            agent = self._make_side(AgentSide, f"dev-{index}", folder)
             agent.truths = by_method
             agent.counts = partial(self._is_counted, agent.name)
             self.agents.append(agent)
@@ -192,7 +181,7 @@ class World:
         for number, id in enumerate(self.truths):
             self._schedule(max(plan.twice_s, 0.0) if number else 0.0, "", partial(self._submit_job, id))
 
-    def _side(self, kind: type[S], name: str, folder: Path) -> S:
+    def _make_side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
         platter = Platter(
             f"/{name}", folder, lambda: self._began_ns + self._wall_ns[name] + int(self.broker.now_s * 1e9)
@@ -202,16 +191,11 @@ class World:
     # -- running --
 
     def run(self) -> None:
-        """Play until all jobs have ended and updates are answered, then again with all devices reconnected.
-
-        Raises:
-            BrokenError: If the jobs do not end in time.
-        """
-        self._play_until(lambda: len(self._ended) == len(self.truths) or self._idle())
+        self._play_until(lambda: len(self._ended) == len(self.truths) or self._all_jobs_ended())
         self.broker.noise = ()
         for side in self.agents:
-            self.broker.cut(side.name, keep=False)
-            self.broker.join(side.name)
+            self.broker.disconnect_client(side.name, keep=False)
+            self.broker.reconnect_client(side.name)
         connected_s = self.broker.now_s
         self._play_until(lambda: self.broker.now_s >= connected_s + REPLY_S)
 
@@ -222,7 +206,7 @@ class World:
             now_s = broker.now_s
             while self._agenda and self._agenda[0][0] <= now_s:
                 heapq.heappop(self._agenda)[2]()
-            broker.deliver()
+            broker.deliver_due()
             for side in self.sides:
                 if side.due_s <= now_s or (side.name in broker.woken and now_s >= side.up_s):
                     broker.woken.discard(side.name)
@@ -247,32 +231,25 @@ class World:
                     f"the jobs do not end: virtual second {now_s:.0f}, {late_s:.0f} s after the last fault, "
                     f"{limit_s:.0f} s allowed, {steps} steps"
                 )
-            next_s = min([broker.next_s(), *(side.due_s for side in self.sides)])
+            next_s = min([broker.next_due_s(), *(side.due_s for side in self.sides)])
             if self._agenda:
                 next_s = min(next_s, self._agenda[0][0])
             broker.now_s = max(now_s, next_s)
 
     @property
     def finish_s(self) -> float:
-        """Virtual seconds that the jobs may take after the last fault.
-
-        A round takes as long as its slowest device, where it waits for all. Where it does not, every device that
-        cannot answer in time costs each round an attempt, which lasts until its deadline, and two attempts more may
-        have suffered from the faults. Until everything lost is sent again, `RECOVERY_S` pass: repetitions are at most
-        60 s apart.
-        """
         plan = self.plan
         slowest_s = max(side.work_s for side in self.agents)
         rounds = plan.jobs * (plan.rounds + 1)
         finish_s = RECOVERY_S + rounds * plan.jobs * (slowest_s + ROUND_S + 3 * max(plan.beside_s, 0.0))
-        if plan.forced:
+        if plan.requires_all_devices:
             return finish_s
         useless = sum(side.dead or side.work_s >= plan.deadline_s or side.newer for side in self.agents)
         return finish_s + (rounds * useless + 2) * plan.deadline_s
 
     def _submit_job(self, id: str) -> None:
-        with self._operator() as store:
-            store.add(self.truths[id].job, self.truths[id].folder, id=id)
+        with self._open_operator_store() as store:
+            store.add_job(self.truths[id].job, self.truths[id].folder, id=id)
 
     def _is_counted(self, device: str, job: str, round: int) -> bool:
         """Return whether the log counts a device's update of a round."""
@@ -282,15 +259,16 @@ class World:
         """Count an acknowledgement of a device, and destroy the device after the number in the schedule."""
         self._deaths[device] -= 1
         if self._deaths[device] == 0:
-            self._schedule(self.broker.now_s, "death", next(side for side in self.agents if side.name == device).die)
+            self._schedule(
+                self.broker.now_s, "death", next(side for side in self.agents if side.name == device).destroy
+            )
 
-    def _idle(self) -> bool:
-        """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
+    def _all_jobs_ended(self) -> bool:
         inner = self.coordinator.inner
         if inner is None or inner.jobs() or self._agenda:
             return False
-        with self._operator() as store:
-            return all(store.status(id) in ("done", "failed") for id in self.truths)
+        with self._open_operator_store() as store:
+            return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
 
     def _no_update_waits(self) -> bool:
         """Return whether no living device has an update that is not answered yet."""
@@ -308,19 +286,17 @@ class World:
         self._observe(id, fact)
 
     def _extend_attempt_limits(self) -> None:
-        """Note that the coordinator starts."""
         for each in self._attempts.values():
             each.extend_for_restart(self.broker.now_s, self.broker.now_s - self._last_s)
 
-    def _watched(self, name: str) -> Method:
-        """A method that holds whoever folds to each device once, and to their order unless its fold adds up in any."""
+    def _method_with_fold_check(self, name: str) -> Method:
         method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
         folded: dict[int, tuple[frozenset[str], Any]] = {}  # by the identity of a sum, which is held here
 
         @wraps(method.fold)
         def fold(state: Any, total: Any, given: Contribution) -> Any:
             before = folded.get(id(total), (frozenset(), None))[0]
-            any_order = summed(method.fold, state) is not None
+            any_order = mergeable_type(method.fold, state) is not None
             if given.device in before or (not any_order and max(before, default="") > given.device):
                 last = max(before)
                 raise BrokenError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")
@@ -338,45 +314,47 @@ class World:
             case schedule.Kill(who, at_s, power, down_s):
                 self._schedule(at_s, "kill", lambda: self._kill_side(who, power, down_s))
             case schedule.Cut(who, start_s, length_s, keep):
-                self._schedule(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
-                self._schedule(start_s + length_s, "", lambda: self.broker.join(who))
+                self._schedule(start_s, "cut", lambda: self.broker.disconnect_client(who, keep=keep))
+                self._schedule(start_s + length_s, "", lambda: self.broker.reconnect_client(who))
             case schedule.Broker(start_s, length_s, sessions, retained):
                 self._schedule(start_s, "broker", lambda: self.broker.stop(sessions=sessions, retained=retained))
                 self._schedule(start_s + length_s, "", self.broker.start)
             case schedule.Jump(who, at_s, sleep_s, wall_s):
-                self._schedule(at_s, "jump", lambda: self._jump(who, sleep_s, wall_s))
+                self._schedule(at_s, "jump", lambda: self._shift_clocks(who, sleep_s, wall_s))
             case schedule.Stop(at_s, length_s):
-                self._schedule(at_s, "", lambda: self._request("stopping", ("running",)))
-                self._schedule(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
+                self._schedule(at_s, "", lambda: self._request_status("stopping", ("running",)))
+                self._schedule(at_s + length_s, "", lambda: self._request_status("running", ("stopped",)))
             case schedule.Ahead(start_s, length_s):
                 self._schedule(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
                 self._schedule(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
             case schedule.Death(who, ack):
                 self._deaths[who] = min(ack, self._deaths[who] or ack)
             case schedule.Second(at_s):
-                self._schedule(at_s, "second", self._second)
+                self._schedule(at_s, "second", self._start_second)
             case schedule.Rot(who, at_s, place):
-                self._schedule(at_s, "", lambda: self._rot(who, place))
+                self._schedule(at_s, "", lambda: self._flip_bit(who, place))
             case schedule.Restore(at_s, back_s):
-                self._schedule(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
-                self._schedule(at_s, "restore", lambda: self._restore(kept.pop()))
+                self._schedule(
+                    max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy_contents())
+                )
+                self._schedule(at_s, "restore", lambda: self._restore_home(kept.pop()))
 
     def _schedule(self, at_s: float, name: str, do: Callable[[], None]) -> None:
         """Put a call on the agenda of virtual time, counted under `name` when it happens."""
 
-        def happens() -> None:
+        def run_scheduled() -> None:
             if name:
                 self.happened[name] += 1
             self._trouble_s = max(self._trouble_s, self.broker.now_s)
             do()
 
         self._entered += 1
-        heapq.heappush(self._agenda, (at_s, self._entered, happens))
+        heapq.heappush(self._agenda, (at_s, self._entered, run_scheduled))
 
-    def _jump(self, who: str, sleep_s: float, wall_s: float) -> None:
+    def _shift_clocks(self, who: str, sleep_s: float, wall_s: float) -> None:
         side = next((side for side in self.sides if side.name == who), None)
         if side is not None:
-            side.sleep(sleep_s)
+            side.shift_clock(sleep_s)
             side.due_s = max(self.broker.now_s, side.up_s)
             self._wall_ns[who] += int(wall_s * 1e9)
 
@@ -384,46 +362,47 @@ class World:
         """End the process of a side that is not destroyed, until `down_s` have passed."""
         side = next((side for side in self.sides if side.name == who and not side.dead), None)
         if side is not None:
-            side.kill(power, down_s)
+            side.kill_process(power, down_s)
             self.happened["power"] += power
             self._trouble_s = max(self._trouble_s, side.up_s)
 
-    def _rot(self, who: str, place: float) -> None:
+    def _flip_bit(self, who: str, place: float) -> None:
         side = next((side for side in self.sides if side.name == who), None)
-        if side is not None and side.platter.rot(place):
+        if side is not None and side.platter.flip_bit(place):
             self.happened["rot"] += 1
 
-    def _restore(self, copied: Any) -> None:
-        self.coordinator.restore(copied)
+    def _restore_home(self, copied: Any) -> None:
+        self.coordinator.restore_home(copied)
         self._ended.clear()  # a job that had ended may have to go on
 
-    def _operator(self) -> Store:
+    def _open_operator_store(self) -> Store:
         return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
 
-    def _request(self, status: str, when: tuple[str, ...]) -> None:
-        """What `fedquilt stop` and `fedquilt resume` do to the first job."""
-        id = _id(0)
-        with self._operator() as store:
-            if store.status(id) in when:
+    def _request_status(self, status: str, when: tuple[str, ...]) -> None:
+        id = _job_id(0)
+        with self._open_operator_store() as store:
+            if store.stored_status(id) in when:
                 store.set_status(id, status)
                 self.happened["stop"] += status == "stopping"
-            elif status == "running" and store.status(id) == "stopping":  # the coordinator has not got round to it
-                self._schedule(self.broker.now_s + 10.0, "", lambda: self._request(status, when))
+            elif (
+                status == "running" and store.stored_status(id) == "stopping"
+            ):  # the coordinator has not got round to it
+                self._schedule(self.broker.now_s + 10.0, "", lambda: self._request_status(status, when))
 
-    def _second(self) -> None:
-        if self.coordinator.inner is not None and self.coordinator.second():
+    def _start_second(self) -> None:
+        if self.coordinator.inner is not None and self.coordinator.can_start_second():
             raise BrokenError("a second coordinator was let into the home of a running one")
 
     # -- afterwards --
 
     def require_correct(self) -> None:
-        """Compare the logs and the devices' files with the truth.
+        """Raise BrokenError if logs or files differ from the reference runs.
 
         Raises:
-            BrokenError: something does not hold.
+            BrokenError: If an invariant is violated.
         """
-        with self._operator() as store:
-            logs = {id: [fact for _, _, fact in store.facts(id)] for id in self.truths}
+        with self._open_operator_store() as store:
+            logs = {id: [fact for _, _, fact in store.read_events(id)] for id in self.truths}
         causes = {side.name: side.failures for side in self.agents}
         if not self._is_altered and (
             wrong := selection.find_causeless_decline(chain.from_iterable(logs.values()), causes)
@@ -462,12 +441,11 @@ class World:
         for side in self.agents:
             if side.newer or side.dead:  # what it sends is refused, or it sends nothing: nobody clears its task
                 continue
-            if task := self.broker.retained_message(wire.Topics(FLEET).device(side.name, "dn", "task")):
+            if task := self.broker.retained_message(wire.Topics(FLEET).device_topic(side.name, "dn", "task")):
                 of = wire.decode(task, Task)
                 raise BrokenError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
 
-    def _excused(self, facts: list[AnyFact]) -> bool:
-        """Whether a job may have failed: a disk has lost what it needs, by a flipped bit or with an older home."""
+    def _may_fail(self, facts: list[AnyFact]) -> bool:
         said = "does not allow a device to begin it anew"
         lost = any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
@@ -475,7 +453,7 @@ class World:
     def _checked_cohorts(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
         """Return the cohorts of a job's rounds. Raise BrokenError if its log or a state is wrong."""
         last = facts[-1] if facts else None
-        if isinstance(last, Ended) and last.status == "failed" and self._excused(facts):
+        if isinstance(last, Ended) and last.status == "failed" and self._may_fail(facts):
             return ()  # what is destroyed is named; nothing wrong was made of it
         if not isinstance(last, Ended) or last.status != "done":
             raise BrokenError(f"{id} has not been done: {last}")
@@ -502,10 +480,10 @@ class World:
                 return ()  # private state that an older home asks for is lost, or it is damaged; and this is said
             if len(set(devices)) != len(devices):
                 raise BrokenError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
-            if self.plan.forced and len(devices) != self.plan.devices:
+            if self.plan.requires_all_devices and len(devices) != self.plan.devices:
                 raise BrokenError(f"{id}: round {fact.round} counted {sorted(devices)} of {self.plan.devices} devices")
             cohorts = (*cohorts, tuple(sorted(devices)))
-            if (right := truth.node(cohorts).sha256) != fact.state.sha256:
+            if (right := truth.state_after(cohorts).sha256) != fact.state.sha256:
                 raise BrokenError(
                     f"{id}: round {fact.round} of {', '.join(sorted(devices))} came to the state "
                     f"{fact.state.sha256[:12]}, and calmly to {right[:12]}"
@@ -519,7 +497,7 @@ class World:
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
         remembered = Remembered(Path(root), disk, durable=True)
-        counted = remembered.recover()
+        counted = remembered.load_counted()
         last = counted[id].round if id in counted else -1
         if last >= 0 and last not in given and self.happened["restore"]:
             return  # it has counted a round that was played again without it, and has not been asked since
@@ -530,8 +508,8 @@ class World:
             raise BrokenError(
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
             )
-        node: Node = truth.node(cohorts[: last + 1])
-        private = remembered.private(id, last) if id in counted else Private()
+        node: Node = truth.state_after(cohorts[: last + 1])
+        private = remembered.find_private_state(id, last) if id in counted else Private()
         kept = None if private.path is None else disk.read(private.path)
         if kept is not None and self.happened["rot"] and hashlib.sha256(kept).hexdigest() != private.sha256:
             return  # its next task is refused for it by name
@@ -540,6 +518,5 @@ class World:
             raise BrokenError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
 
     def close(self) -> None:
-        """End all processes."""
         for side in self.sides:
             side.close()

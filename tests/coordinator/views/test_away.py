@@ -18,9 +18,9 @@ from fedquilt.transport.link import MemoryBroker
 def home(tmp_path: Path) -> Path:
     """A home with a run that a coordinator has taken up."""
     with Store(tmp_path) as store:
-        id = store.add(settings.parse({"name": "j", "method": "fedavg", "engine": "numpy"}), tmp_path)
-        store.next_epoch()
-        store.begin(id)
+        id = store.add_job(settings.parse_job({"name": "j", "method": "fedavg", "engine": "numpy"}), tmp_path)
+        store.begin_epoch()
+        store.mark_running(id)
     return tmp_path
 
 
@@ -39,11 +39,11 @@ def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
     link.connected = False
     noted = Boards(home, clock=lambda: now[0])
     with Store(home) as store:
-        assert store.lock()
+        assert store.acquire_lock()
         executor = NotedLink(link, "f", Depot(home / "blobs"), 1, noted)
         for connected in (False, True, False):
             link.connected = connected
-            executor.due_s(now[0])
+            executor.send_pending(now[0])
             now[0] += 720.0
             told = [said(capsys, *words, "--home", str(home)) for words in (["ls"], ["why", "j"], ["devices"])]
             assert [("its broker, which it has not reached for 12 min" in " ".join(each.split())) for each in told] == [

@@ -6,7 +6,7 @@ import pytest
 from evaluations import of_classes
 
 from fedquilt.coordinator.facts import Answered, Committed, Declined, Rejected
-from fedquilt.coordinator.views.costs import account, lines, total
+from fedquilt.coordinator.views.costs import compute_job_cost, format_energy_summary, sum_costs
 from fedquilt.core import BlobRef, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -25,7 +25,7 @@ def checked(round: int, accuracy: float) -> Committed:
 
 def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example() -> None:
     """a: 8 + 4 J of which 3 idle, b: 12 J of which 5 idle; errors add up."""
-    found = account(
+    found = compute_job_cost(
         [
             answered("a", 0, energy_j=8.0, idle_j=2.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0),
             answered("b", 0, 20.0, energy_j=12.0, idle_j=5.0, energy_error_j=1.0, energy_source="rapl"),
@@ -39,7 +39,7 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
     assert {name: ledger.net_j for name, ledger in found.devices.items()} == {"a": 9.0, "b": 7.0, "c": None}
     assert (found.devices["a"].tasks, found.devices["a"].wall_s, found.devices["c"].declined) == (2, 3.0, 1)
     assert found.point_j is None
-    assert lines(found)[0] == (
+    assert format_energy_summary(found)[0] == (
         "energy: 24.00 J (16.00 J above idle, ± 2.00 J) for 3 tasks: "
         "8.00 J per task, 12.00 J per round, 0.6 J per example"
     )
@@ -47,13 +47,13 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
 
 def test_what_was_not_measured_is_none_and_never_nothing() -> None:
     """No meter at all; one board of two; a meter whose idle part or error nobody knows."""
-    assert account([answered("a", 0)]).whole.energy_j is None
-    assert lines(account([answered("a", 0)])) == []
-    assert lines(account([])) == []
-    half = account([answered("a", 0), answered("b", 0, energy_j=6.0, idle_j=1.0)])
+    assert compute_job_cost([answered("a", 0)]).whole.energy_j is None
+    assert format_energy_summary(compute_job_cost([answered("a", 0)])) == []
+    assert format_energy_summary(compute_job_cost([])) == []
+    half = compute_job_cost([answered("a", 0), answered("b", 0, energy_j=6.0, idle_j=1.0)])
     assert (half.whole.tasks, half.whole.metered, half.whole.energy_j, half.whole.example_j) == (2, 1, 6.0, 0.6)
-    assert "6.00 J (5.00 J above idle) for 1 task of 2; the others were not metered: " in lines(half)[0]
-    partly = total(
+    assert "6.00 J (5.00 J above idle) for 1 task of 2; the others were not metered: " in format_energy_summary(half)[0]
+    partly = sum_costs(
         [answered("a", 0, energy_j=6.0, idle_j=1.0).update, answered("a", 0, energy_j=6.0, energy_error_j=1.0).update]
     )
     assert (partly.energy_j, partly.net_j, partly.energy_error_j) == (12.0, None, None)
@@ -61,7 +61,7 @@ def test_what_was_not_measured_is_none_and_never_nothing() -> None:
 
 def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_best() -> None:
     """A check is of the state before its round: 50 % after 0 J, 60 % after 30 J, 55 % after 40 J: 3 J a point."""
-    found = account(
+    found = compute_job_cost(
         [
             *(answered("a", 0, energy_j=30.0), checked(0, 0.5)),
             *(answered("a", 1, energy_j=10.0), checked(1, 0.6)),
@@ -70,21 +70,21 @@ def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_
     )
     assert [(check.round, check.energy_j) for check in found.checks] == [(0, 0.0), (1, 30.0), (2, 40.0)]
     assert found.point_j == pytest.approx(3.0)
-    assert "3.00 J per point of accuracy" in lines(found)[0]
+    assert "3.00 J per point of accuracy" in format_energy_summary(found)[0]
 
 
 def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price() -> None:
     """Dividing by what was not gained, or what was not measured, tells nothing."""
     fell = [answered("a", 0, energy_j=30.0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.4)]
-    assert account(fell).point_j is None
+    assert compute_job_cost(fell).point_j is None
     blind = [answered("a", 0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.9)]
-    assert account(blind).checks[1].energy_j is None
-    assert account(blind).point_j is None
+    assert compute_job_cost(blind).checks[1].energy_j is None
+    assert compute_job_cost(blind).point_j is None
 
 
 def test_the_peak_is_the_highest_with_the_base_of_the_same_task() -> None:
     """And bytes are summed; what was refused is counted, not what it took."""
-    found = account(
+    found = compute_job_cost(
         [
             answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),
             answered("a", 1, peak_bytes=200, base_bytes=150, up_bytes=3),

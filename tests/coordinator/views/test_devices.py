@@ -49,7 +49,7 @@ def written(home: Path) -> Path:
     Store(home).close()
     with BoardStore(home, writes=True) as store:
         reading = Reading(int(NOW) - 10, 12.34, 15.0, 61.2, 1_000_000_000, 310_000_000)
-        store.write([GONE, WORKING, IDLE], [("orin-07", reading)])
+        store.write_telemetry([GONE, WORKING, IDLE], [("orin-07", reading)])
     return home
 
 
@@ -61,7 +61,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
     """Sorted by name; what a board sends moves no cursor."""
-    assert devices.format_devices(devices.look(home, NOW), NOW, wide=80) == [
+    assert devices.format_devices(devices.load_devices(home, NOW), NOW, wide=80) == [
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
         "board    state     for     W  °C     memory  doing",
@@ -80,15 +80,17 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
     silent = replace(WORKING, online=False, silent=True, since=NOW - 700.0, seen=NOW - 700.0, doing=None)
     quiet = replace(IDLE, quiet=True, seen=NOW - 40.0)
     with BoardStore(home, writes=True) as store:
-        store.write([silent, quiet], [])
-    found = devices.look(home, NOW)
+        store.write_telemetry([silent, quiet], [])
+    found = devices.load_devices(home, NOW)
     at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
     told = devices.format_devices(found, NOW, wide=80)
     assert told[0] == "3 boards: 1 online, 0 of them at work; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
     assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
-    assert [[each.board.device for each in devices.chosen(found, (), state)] for state in ("silent", "offline")] == [
+    assert [
+        [each.board.device for each in devices.filter_devices(found, (), state)] for state in ("silent", "offline")
+    ] == [
         ["orin-07"],
         ["pi-02"],
     ]
@@ -98,12 +100,16 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
     """A board's lines and its JSON have answers, drift, and accuracy where labels arrive."""
     with BoardStore(tmp_path, writes=True) as store:
         known = {"a": Reading(int(NOW), served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
-        store.write([Board(name, online=True) for name in known], known.items())
-    found = devices.look(tmp_path, NOW)
+        store.write_telemetry([Board(name, online=True) for name in known], known.items())
+    found = devices.load_devices(tmp_path, NOW)
     told = devices.format_devices(found, NOW, wide=80)
     assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
     assert "  serves: 3 answers, drift not known yet" in told
-    assert (found[0].row()["drift"], found[0].row()["accuracy"], found[0].row()["served"]) == (0.414, 0.9, 1200)
+    assert (found[0].to_dict()["drift"], found[0].to_dict()["accuracy"], found[0].to_dict()["served"]) == (
+        0.414,
+        0.9,
+        1200,
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +131,15 @@ def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: in
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
     """Who is online is then not known."""
-    assert "no coordinator serves this home" in devices.format_devices(devices.look(home, NOW), NOW, served=False)[1]
+    assert (
+        "no coordinator serves this home"
+        in devices.format_devices(devices.load_devices(home, NOW), NOW, served=False)[1]
+    )
 
 
 def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
     """The watts of an hour ago are none of now."""
-    assert devices.look(home, NOW + 3600)[0].reading == Reading(0)
+    assert devices.load_devices(home, NOW + 3600)[0].reading == Reading(0)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +210,7 @@ def test_watching_shows_each_change_once() -> None:
         return looks.pop(0)
 
     with pytest.raises(EndError):
-        devices.watch(shown.append, look, lambda seconds: None)
+        devices.watch_devices(shown.append, look, lambda seconds: None)
     assert shown == [[], [devices.Device(IDLE, Reading(0))], []]
 
 
@@ -218,7 +227,7 @@ def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> No
     home = written(user.folder / "coordinator")
     writer = BoardStore(home, writes=True) if alive else None
     if writer is not None:
-        writer.write([WORKING], [])
+        writer.write_telemetry([WORKING], [])
     before = sorted(path.name for path in home.iterdir())
     assert ("boards.db-wal" in before) is alive
     for path in (home, *home.iterdir()):

@@ -24,7 +24,7 @@ from fedquilt.coordinator.facts import (
     Rounds,
     Started,
     Surveyed,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
@@ -38,7 +38,7 @@ NOW = time.mktime((2026, 11, 26, 14, 3, 28, 0, 0, -1))
 
 
 def begun(cohort: Cohort, rounds: int = 2, check_every: int = 0) -> Rounds:
-    return apply(Rounds(Plan(0, rounds, cohort, check_every)), Started(REF), 0.0)
+    return apply_event(Rounds(Plan(0, rounds, cohort, check_every)), Started(REF), 0.0)
 
 
 def answer(device: str, round: int = 0) -> Answered:
@@ -73,14 +73,18 @@ def test_a_wait_for_devices_at_work_is_told_later() -> None:
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     """Also a loss so short that only the new session shows it; a link that is up from the start is no news."""
     contact = Contact()
-    told = [contact.line(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
+    told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
     lost, again = (
         "lost the connection to the broker; trying to connect until it is back",
         "reconnected to the broker",
     )
     assert told == [None, None, lost, None, again, again]
     daemon = Contact()
-    assert [daemon.line(*now) for now in ((False, 0), (True, 1), (True, 1))] == [None, "connected to the broker", None]
+    assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [
+        None,
+        "connected to the broker",
+        None,
+    ]
 
 
 def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,10 +103,10 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
     class Server:
         registry = Registry()
 
-        def jobs(self) -> list[Job]:
+        def active_jobs(self) -> list[Job]:
             return [Job()]
 
-        def elsewhere(self, job: str) -> frozenset[str]:
+        def devices_of_other_jobs(self, job: str) -> frozenset[str]:
             return frozenset()
 
         def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
@@ -111,7 +115,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
-        console.contact(link)  # type: ignore[arg-type]
+        console.report_connection(link)  # type: ignore[arg-type]
         console.report_waits(Server())  # type: ignore[arg-type]
     told = capsys.readouterr().out
     assert "waiting for its broker, which cannot be reached" in told
@@ -130,7 +134,7 @@ def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -
 def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
     """Two of three online devices lack the package or have another content of it, and two are needed."""
     codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
-    state = apply(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
+    state = apply_event(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
         wait = waits.find_wait(state, ["torch"], online)
         assert wait is not None
@@ -140,16 +144,16 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
             "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
             "bbbb, and the job needs 1.0 aaaa: install the same content there"
         )
-    few = apply(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
+    few = apply_event(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
     assert waits.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     """Everybody has answered who could, and it is not enough before the deadline."""
-    state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
+    state = apply_event(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
     assert waits.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
-        state = apply(state, answer(device), 2.0)
+        state = apply_event(state, answer(device), 2.0)
     wait = waits.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
     assert wait is not None
     assert wait.text == (
@@ -161,7 +165,7 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
 def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     """Of many the first few; those at work are not named before another has answered."""
     names = tuple("abcdefg")
-    state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
+    state = apply_event(begun(Cohort()), Asked(0, 0, names), 1.0)
 
     def told(able: str, busy: str = "") -> str | None:
         wait = waits.find_wait(state, ["torch"], able, frozenset(busy))
@@ -175,8 +179,8 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
 
 def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when() -> None:
     """Offline, silent, not heard for a while, or at work while the others have answered; 80 columns hold one."""
-    state = apply(begun(Cohort()), Asked(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
-    state = apply(apply(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
+    state = apply_event(begun(Cohort()), Asked(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
+    state = apply_event(apply_event(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
     at = time.strftime("%H:%M", time.localtime(NOW - 45.0))
     until = time.strftime("%H:%M", time.localtime(NOW + 512.0))
 
@@ -201,8 +205,8 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {}, evaluation=of_classes(0.5))]
     told, teller = [], log.Teller()
     for fact in facts:
-        state = apply(state, fact, 1.0)
-        told.append(teller.tell(fact, state)[0])
+        state = apply_event(state, fact, 1.0)
+        told.append(teller.format_event(fact, state)[0])
     assert told[:2] == ["round 0: cohort a", "round 0: update from a: 1.00 s, 0 B down, 0 B up"]
     assert told[2:5] == [
         "round 0: closed to further updates",
@@ -216,12 +220,12 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
     """It is not the evaluation, which follows it."""
     plan = Plan(0, 1, Cohort(), 1)
-    state, told, teller = apply(Rounds(plan), Started(REF, settles=True), 0.0), [], log.Teller()
+    state, told, teller = apply_event(Rounds(plan), Started(REF, settles=True), 0.0), [], log.Teller()
     for round, settled in enumerate((True, False, True, False)):
         facts = [Asked(round, 0, ("a",)), answer("a", round), Closed(round)]
         for fact in (*facts, Committed(round, REF, False, {}, settled=settled)):
-            state = apply(state, fact, 1.0)
-            told.append(teller.tell(fact, state)[0])
+            state = apply_event(state, fact, 1.0)
+            told.append(teller.format_event(fact, state)[0])
     assert told[8] == "round 2: cohort a"
     assert told[11] == "round 2: statistics for the evaluation gathered (1 of 1 devices)"
     assert told[12] == "final evaluation: cohort a"
@@ -229,13 +233,13 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
 
 def test_progress_counts_rounds_of_work_alone() -> None:
     """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
-    state, told = apply(Rounds(Plan(0, 2, Cohort(), 1)), Started(REF, settles=True), 0.0), list[str]()
+    state, told = apply_event(Rounds(Plan(0, 2, Cohort(), 1)), Started(REF, settles=True), 0.0), list[str]()
     for round, settled in enumerate((True, False, True, False, True, False)):
-        state = apply(state, Asked(round, 0, ("a", "b")), 1.0)
-        state = apply(state, answer("a", round), 1.0)
-        told.append(log.status(state))
+        state = apply_event(state, Asked(round, 0, ("a", "b")), 1.0)
+        state = apply_event(state, answer("a", round), 1.0)
+        told.append(log.format_status(state))
         for fact in (Closed(round), Committed(round, REF, False, {}, settled=settled)):
-            state = apply(state, fact, 1.0)
+            state = apply_event(state, fact, 1.0)
     assert told[0] == "round 0: 1 of 2 updates; 0 of at most 2 rounds done"
     assert told[3] == "round 3: 1 of 2 updates; 1 of at most 2 rounds done"
     assert told[4] == "round 4: 1 of 2 updates; 2 of at most 2 rounds done"
@@ -273,15 +277,15 @@ def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyFact]
     """A deadline is named only where boards were waited for until it."""
     state, teller = begun(Cohort(size=4)), log.Teller()
     for fact in [Asked(0, 0, ("a", "b", "c")), *facts, Reopened(0, attempt)]:
-        state = apply(state, fact, 1.0)
-        told = teller.tell(fact, state)
+        state = apply_event(state, fact, 1.0)
+        told = teller.format_event(fact, state)
     assert told == [f"round 0: {said}"]
-    assert log.sentences(Reopened(0, 1)) == ["round 0: no quorum; starting another attempt"]
+    assert log.format_single_event(Reopened(0, 1)) == ["round 0: no quorum; starting another attempt"]
 
 
 def test_a_count_is_told_to_the_last_one() -> None:
     """And a measure with four digits."""
-    told = log.sentences(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)
+    told = log.format_single_event(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)
     assert told == ["round 0: updates aggregated; examples 12001, loss 0.1235"]
 
 
@@ -289,9 +293,11 @@ def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> 
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 2")):
         evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
-        (told,) = log.sentences(Committed(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4)))
+        (told,) = log.format_single_event(Committed(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4)))
         assert told == f"round {round}: updates aggregated; loss 0.25; {of}: {evaluated}"
-    noted = log.sentences(Committed(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4)))
+    noted = log.format_single_event(
+        Committed(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4))
+    )
     assert noted == [f"round 3: updates aggregated; after round 2: {evaluated}", "a note"]
 
 
@@ -302,17 +308,17 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     facts = [Asked(0, 0, tuple("abcd")), *(Answered(0, update) for update in metered), answer("c"), Closed(0)]
     checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
     for fact in [*facts, Committed(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
-        state = apply(state, fact, 1.0)
-        told = teller.tell(fact, state)
+        state = apply_event(state, fact, 1.0)
+        told = teller.format_event(fact, state)
     assert told == [
         "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
         "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
         "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
-    state = apply(state, Asked(1, 0, ("a",)), 2.0)
-    teller.tell(Asked(1, 0, ("a",)), state)
+    state = apply_event(state, Asked(1, 0, ("a",)), 2.0)
+    teller.format_event(Asked(1, 0, ("a",)), state)
     fact = Committed(1, REF, False, {}, settled=True)  # nothing of the round before is in it
-    (told,) = teller.tell(fact, state)
+    (told,) = teller.format_event(fact, state)
     assert told == "round 1: statistics for the evaluation gathered (0 of 1 devices)"
 
 
@@ -321,14 +327,14 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
     facts = [Asked(0, 0, tuple("abc")), answer("a"), answer("b"), Lost(0, "b", "damaged"), answer("b"), answer("c")]
     state, teller = begun(Cohort(size=3)), log.Teller()
     for number, fact in enumerate([*facts, Closed(0), Committed(0, REF, False, {})]):
-        state = apply(state, fact, 1.0)
-        told = teller.tell(fact, state) if number >= 4 else []
+        state = apply_event(state, fact, 1.0)
+        told = teller.format_event(fact, state) if number >= 4 else []
     assert told == ["round 0: updates aggregated (3 of 3 devices)"]
 
 
 def test_an_evaluation_has_its_own_metrics() -> None:
     """Shares in per cent, others as they are; the main one comes first."""
-    (told,) = log.sentences(Committed(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40)))
+    (told,) = log.format_single_event(Committed(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40)))
     assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 

@@ -15,7 +15,7 @@ from side_by_side import TwoJobs
 from fedquilt import bundle, wire
 from fedquilt.cli import main
 from fedquilt.coordinator import unreadable
-from fedquilt.coordinator.facts import Asked, Committed, Declined, Ended, Rounds, Started, Surveyed, apply
+from fedquilt.coordinator.facts import Asked, Committed, Declined, Ended, Rounds, Started, Surveyed, apply_event
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store_reader import Reader
@@ -33,19 +33,19 @@ class Fails(Private):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def digest(self, path: Place) -> str:
+    def hash_file(self, path: Place) -> str:
         if Path(os.fspath(path)).name == self.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return super().digest(path)
+        return super().hash_file(path)
 
 
 @pytest.fixture
 def held(tmp_path: Path) -> Stage:
     """A served job whose bundle the disk has not given back."""
     stage = Stage(tmp_path)
-    stage.disk = Fails(bundle.load(tmp_path / "bundle").files["model"].sha256)
+    stage.disk = Fails(bundle.load_bundle(tmp_path / "bundle").files["model"].sha256)
     stage.restart()
-    assert stage.store.lock()
+    assert stage.store.acquire_lock()
     stage.hand("a")
     stage.play()
     return stage
@@ -63,36 +63,36 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert "and is tried again at" in told
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held fedavg" in told) == (words == ["ls"])
-    hold = held.store.holds.of(held.job)
+    hold = held.store.holds.current_suspension(held.job)
     assert hold is not None
     assert 0 < hold.again - hold.since <= unreadable.AGAIN_S
     assert hold.since - 10 < time.time() < hold.again + 10
     with Reader(held.store.home) as reader:
-        row = reader.job(held.job)
-        assert reader.standing(row) == "held"
-        assert Follower(row).running_round(str(reader.holds.of(row.id)))["waits"] == str(hold)
+        row = reader.find_job(held.job)
+        assert reader.current_status(row) == "held"
+        assert Follower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(hold)
     held.store.depot.disk.name = ""  # type: ignore[attr-defined]
     held.play(unreadable.AGAIN_S + 1.0)
-    assert log.summary(held.store.job(held.job), held.store)["status"] == "running"
-    assert waits.describe_wait(held.store.job(held.job), held.store) is None
+    assert log.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
+    assert waits.describe_wait(held.store.find_job(held.job), held.store) is None
     held.hands[0].answer(ones())
     held.play()
-    assert held.store.status(held.job) == "done"
+    assert held.store.stored_status(held.job) == "done"
     held.store.close()
 
 
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
     """It is tried again later than before; at the third failure the job has failed, and is held no more."""
-    first = held.store.holds.of(held.job)
+    first = held.store.holds.current_suspension(held.job)
     held.play(unreadable.AGAIN_S + 1.0)
-    second = held.store.holds.of(held.job)
+    second = held.store.holds.current_suspension(held.job)
     assert first is not None
     assert second is not None
     waits_s = [each.again - each.since for each in (first, second)]
     assert waits_s == pytest.approx([unreadable.AGAIN_S, 2 * unreadable.AGAIN_S], abs=2)
     held.play(unreadable.AGAIN_S + 1.0)
     assert [fact.status for fact in held.told(Ended)] == ["failed"]
-    assert log.summary(held.store.job(held.job), held.store)["status"] == "failed"
+    assert log.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
     held.store.close()
 
 
@@ -108,12 +108,12 @@ def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pyte
 def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
     """Nor by nobody, where none is here; and a run that is removed leaves nothing behind."""
     held.restart()
-    assert held.store.holds.of(held.job) is None
-    assert held.store.lock()
+    assert held.store.holds.current_suspension(held.job) is None
+    assert held.store.acquire_lock()
     held.play()
-    assert held.store.standing(held.store.job(held.job)) == "held"
+    assert held.store.current_status(held.store.find_job(held.job)) == "held"
     held.store.delete_runs([held.job])
-    assert held.store.holds.of(held.job) is None
+    assert held.store.holds.current_suspension(held.job) is None
     held.store.close()
 
 
@@ -121,31 +121,32 @@ def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried
 
 
 def begun(cohort: Cohort) -> Rounds:
-    return apply(Rounds(Plan(0, 2, cohort, 0)), Started(REF), 0.0)
+    return apply_event(Rounds(Plan(0, 2, cohort, 0)), Started(REF), 0.0)
 
 
 def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with() -> None:
     """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
     state, busy = begun(Cohort(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
     told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
-    assert waits.taken(state, "abc", busy) == told
-    assert waits.taken(state, "abcd", busy) == told
-    assert waits.taken(state, "a", busy) is None
-    assert waits.taken(state, "ab", {}) is None
-    hot = apply(state, Surveyed(0, ("a",), {"hot": ("b", "c")}), 0.0)
-    assert waits.taken(hot, "abc", busy) is None
+    assert waits.describe_busy_devices(state, "abc", busy) == told
+    assert waits.describe_busy_devices(state, "abcd", busy) == told
+    assert waits.describe_busy_devices(state, "a", busy) is None
+    assert waits.describe_busy_devices(state, "ab", {}) is None
+    hot = apply_event(state, Surveyed(0, ("a",), {"hot": ("b", "c")}), 0.0)
+    assert waits.describe_busy_devices(hot, "abc", busy) is None
 
 
 def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
     """One that is offline is another reason, and one that has declined is no board to wait for."""
-    state = apply(begun(Cohort()), Asked(0, 0, ("a", "b")), 1.0)
+    state = apply_event(begun(Cohort()), Asked(0, 0, ("a", "b")), 1.0)
     assert (
-        waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) == "it goes on when they are free: a, b at a task of k-1"
+        waits.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
+        == "it goes on when they are free: a, b at a task of k-1"
     )
-    assert waits.taken(state, "b", {"b": "k-1"}) is None
+    assert waits.describe_busy_devices(state, "b", {"b": "k-1"}) is None
     for device in "ab":
-        state = apply(state, Declined(0, device, "battery", "low"), 2.0)
-    assert waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) is None
+        state = apply_event(state, Declined(0, device, "battery", "low"), 2.0)
+    assert waits.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
 def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
@@ -162,7 +163,7 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
     stage.play(1.0)
     told = ""
     for _ in range(8):
-        console.report_waits(stage.server, stage.noted.current_board)
+        console.report_waits(stage.server, stage.noted.find_status)
         told += " ".join(capsys.readouterr().out.split())
         stage.play(1.0)
     assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
@@ -196,7 +197,7 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
     while "waiting for" not in told:
         assert stage.broker.now_s < begin_s + 10.0
         stage.play(0.1)
-        console.report_waits(stage.server, stage.noted.current_board)
+        console.report_waits(stage.server, stage.noted.find_status)
         told += " ".join(capsys.readouterr().out.split())
     assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
@@ -214,7 +215,7 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     for _ in range(12):
         stage.play(1.0)
-        console.report_waits(stage.server, stage.noted.current_board)
+        console.report_waits(stage.server, stage.noted.find_status)
         told += " ".join(capsys.readouterr().out.split())
     assert re.search(r"waiting for a, b, at work for 1\d s, until \S.*\(58\d s\), not for c, offline since", told), told
     hands[0].answer(ones())
@@ -227,21 +228,21 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
 def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
     """As `ls` does, from the log and from what the coordinator has noted of devices."""
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
-    assert stage.store.lock()
+    assert stage.store.acquire_lock()
     hands = [stage.hand(name) for name in "abc"]
     stage.play(10.0)
     hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play()
-    row = stage.store.job(stage.job)
+    row = stage.store.find_job(stage.job)
     follower = Follower(row)
-    for seq, at, fact in stage.store.facts(row.id):
+    for seq, at, fact in stage.store.read_events(row.id):
         follower.add_fact(seq, at, fact)
-    shown = follower.running_round(None, waits.load_boards(stage.store.home))["waits"]
+    shown = follower.describe_current_round(None, waits.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
-    found = waits.describe_round_wait(row, follower.state, waits.load_boards(stage.store.home))
+    found = waits.describe_round_wait(row, follower.state, waits.load_device_statuses(stage.store.home))
     assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)
     stage.play()
-    assert follower.running_round(None, waits.load_boards(stage.store.home))["waits"] is None
+    assert follower.describe_current_round(None, waits.load_device_statuses(stage.store.home))["waits"] is None
     stage.store.close()

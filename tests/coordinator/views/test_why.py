@@ -26,10 +26,10 @@ from fedquilt.coordinator.facts import (
     Rounds,
     Started,
     Surveyed,
-    apply,
+    apply_event,
 )
 from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.rounds import decide, survey
+from fedquilt.coordinator.rounds import decide_event, eligibility_event
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log, waits, why
@@ -65,18 +65,18 @@ def test_a_fleet_too_small_for_a_median_of_weights_is_warned_of_where_devices_ar
 ) -> None:
     devices = tuple("abcd"[:count])
     with Store(tmp_path) as store:
-        store.note_signed(signed)
+        store.record_authentication(signed)
         if limited:
             (tmp_path / "limits.toml").write_text("")
-        run = store.add(settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **changes}), tmp_path)
-        store.begin(run)
+        run = store.add_job(settings.parse_job({"name": "j", "method": "fedavg", "rounds": 1, **changes}), tmp_path)
+        store.mark_running(run)
         for fact in (
             Started(BLOB),
             Surveyed(0, devices, {}),
             Asked(0, 0, devices[:2]),
             Answered(0, msgspec.structs.replace(update("a"), weight=weight), 1.0),
         ):
-            store.append(run, fact)
+            store.append_event(run, fact)
     assert main(["why", run, "--home", str(tmp_path)]) == 0
     assert (OUTWEIGHS in " ".join(capsys.readouterr().out.split())) is said
 
@@ -87,24 +87,24 @@ PLAN = Plan(0, 100, Cohort(size=2), 0)
 def played(plan: Plan, fleet: dict[str, str], rounds: int) -> list[AnyFact]:
     """The facts of a job whose devices all answer; `fleet` is device -> why it cannot be asked, or ""."""
     facts: list[AnyFact] = [Started(BLOB)]
-    state = apply(Rounds(plan), facts[0], 0.0)
+    state = apply_event(Rounds(plan), facts[0], 0.0)
     free = [device for device, code in fleet.items() if not code]
     passed = {device: code for device, code in fleet.items() if code}
     while state.round < rounds:
-        fact = decide(state, 0.0, free)
+        fact = decide_event(state, 0.0, free)
         if isinstance(fact, Asked):
-            fact = survey(state, free, passed, {}) or fact
+            fact = eligibility_event(state, free, passed, {}) or fact
         if fact is None and state.asked:
             fact = Answered(state.round, update(min(state.asked), state.round))
         facts.append(fact or Committed(state.round, BLOB, False, {}))
-        state = apply(state, facts[-1], 0.0)
+        state = apply_event(state, facts[-1], 0.0)
     return facts
 
 
 def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
     """Two of four are drawn; one is hot, one offline."""
     fleet = {"a": "", "b": "", "c": "", "d": "", "e": "hot", "f": "offline"}
-    told = why.parts(played(PLAN, fleet, 1), PLAN)[0]
+    told = why.outcomes_by_round(played(PLAN, fleet, 1), PLAN)[0]
     codes = [told[device].code for device in "abcdef"]
     assert sorted(codes[:4]) == ["answered", "answered", "drawn", "drawn"]
     assert codes[4:] == ["hot", "offline"]
@@ -117,7 +117,7 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> No
     plan = msgspec.structs.replace(PLAN.cohort, turns=1.0)
     plan = Plan(7, 100, plan, 0)
     facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
-    for number, told in why.parts(facts, plan).items():
+    for number, told in why.outcomes_by_round(facts, plan).items():
         places = sorted(part.place for part in told.values() if part.code == "drawn")
         assert places == [3, 4, 5, 6, 7], number
 
@@ -127,18 +127,18 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> 
     facts: list[AnyFact] = [Started(BLOB), Surveyed(0, tuple("abcdef"))]
     state = Rounds(PLAN)
     for fact in facts:
-        state = apply(state, fact, 0.0)
+        state = apply_event(state, fact, 0.0)
     for _ in range(2):
-        asked = decide(state, 0.0, "abcdef")
+        asked = decide_event(state, 0.0, "abcdef")
         assert isinstance(asked, Asked)
         facts.append(asked)
-        state = apply(state, asked, 0.0)
+        state = apply_event(state, asked, 0.0)
         if len(facts) < 4:
             facts.append(Reopened(0, 1))
-            state = apply(state, facts[-1], 0.0)
+            state = apply_event(state, facts[-1], 0.0)
     first, second = (set(fact.devices) for fact in facts if isinstance(fact, Asked))
     assert not first & second
-    told = why.parts(facts, PLAN)[0]
+    told = why.outcomes_by_round(facts, PLAN)[0]
     assert {told[device].text for device in first} == {
         "selected; no update by the deadline: another attempt at the round asks it last"
     }
@@ -160,7 +160,7 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
         Closed(0),
         Committed(0, BLOB, False, {}),
     ]
-    told = why.parts(facts, PLAN)[0]
+    told = why.outcomes_by_round(facts, PLAN)[0]
     assert [told[device].text for device in "abcd"] == [
         "declined (memory): too big",
         "selected; no update before the round closed",
@@ -173,17 +173,17 @@ def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     """Before the next attempt asks anew."""
     facts = [Started(BLOB), Surveyed(0, ("a",)), Asked(0, 0, ("a",)), Reopened(0, 1)]
     assert (
-        why.parts(facts, PLAN)[0]["a"].text
+        why.outcomes_by_round(facts, PLAN)[0]["a"].text
         == "selected; no update by the deadline: another attempt at the round asks it last"
     )
     again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
-    assert why.parts(again, PLAN)[0]["a"].code == "answered"
+    assert why.outcomes_by_round(again, PLAN)[0]["a"].code == "answered"
 
 
 def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round() -> None:
     """Nobody had a task when it failed, for a bundle that is gone."""
     facts: list[AnyFact] = [Started(BLOB), Asked(0, 0, ("a",)), Ended("stopped", "by request"), Ended("failed", "gone")]
-    assert why.parts(facts, PLAN)[0]["a"].text == "selected; no update before the run was stopped"
+    assert why.outcomes_by_round(facts, PLAN)[0]["a"].text == "selected; no update before the run was stopped"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
         Rejected(0, "d", "NaN"),
         Ended(status, "no quorum"),
     ]
-    assert why.lines(told(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
+    assert why.format_outcomes(told(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
         "round 0:",
         "  update received: a",
         "  declined (memory): too big: b",
@@ -225,7 +225,7 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
         Resumed(),
         Surveyed(0, (), {"offline": ("b",)}),
     ]
-    assert why.lines(told(facts), 0) == [
+    assert why.format_outcomes(told(facts), 0) == [
         "round 0:",
         "  declined (data): no data: a",
         "  selected; no update by the deadline: b",
@@ -235,12 +235,12 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
 def test_a_round_that_cannot_begin_tells_why_too() -> None:
     """All are hot."""
     facts = [Started(BLOB), Surveyed(0, (), {"hot": ("a", "b")})]
-    assert why.lines(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
+    assert why.format_outcomes(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
     """Who was asked, and what came of it."""
-    told = why.parts([Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update("a"))], PLAN)
+    told = why.outcomes_by_round([Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update("a"))], PLAN)
     assert {device: part.code for device, part in told[0].items()} == {"a": "answered"}
 
 
@@ -252,58 +252,58 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
     assert len(surveys) == 1
     state = Rounds(PLAN)
     for fact in facts:
-        state = apply(state, fact, 0.0)
+        state = apply_event(state, fact, 0.0)
     hot = {**{d: code for d, code in fleet.items() if code}, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}}
-    change = survey(state, fleet.keys() - hot.keys(), hot, {})
+    change = eligibility_event(state, fleet.keys() - hot.keys(), hot, {})
     assert change is not None
     assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
     assert len(msgspec.json.encode(change)) < 300
-    assert survey(apply(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
+    assert eligibility_event(apply_event(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
 
 
 def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
     """Parts of devices by these facts."""
     made = why.Parts(plan)
     for fact in facts:
-        made.add_fact(fact)
+        made.apply_event(fact)
     return made
 
 
 def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
     """Grouped by reason; one device's way; an error names what there is."""
     found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
-    assert why.lines(found, round=1) == [
+    assert why.format_outcomes(found, round=1) == [
         "round 1:",
         "  update received: a, b",
         "  its battery is below [cohort] min_battery, and not charging: c",
     ]
-    assert why.lines(found, device="a") == ["round 0: update received", "round 1: update received"]
+    assert why.format_outcomes(found, device="a") == ["round 0: update received", "round 1: update received"]
     with pytest.raises(JobError, match="rounds so far: 0 to 1"):
-        why.lines(found, round=9)
+        why.format_outcomes(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
-        why.lines(found, device="z")
+        why.format_outcomes(found, device="z")
 
 
 def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it() -> None:
     """Not that of a round which the job did not have."""
     plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
     evaluated = [*played(plan, {"a": "", "b": ""}, 1), Asked(1, 0, ("a", "b"))]
-    assert [line for line in why.lines(told(evaluated, plan)) if not line.startswith(" ")] == [
+    assert [line for line in why.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
         "round 0:",
         f"{log.FINAL}:",
     ]
-    assert why.lines(told(evaluated, plan), device="a")[-1] == f"{log.FINAL}: selected"
+    assert why.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{log.FINAL}: selected"
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:
     """They are set aside for ten minutes, and `devices` shows them as online too."""
     with Store(tmp_path) as store:
-        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
-        assert store.lock()
+        id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert store.acquire_lock()
         store.set_status(id, "running")
         for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
-            store.append(id, fact)
-        said = waits.describe_wait(store.job(id), store)
+            store.append_event(id, fact)
+        said = waits.describe_wait(store.find_job(id), store)
     assert said is not None
     assert "2 online, 2 not eligible (flooding)" in said
 
@@ -321,14 +321,14 @@ def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
 ) -> None:
     """Where nobody sends, those that have come are read still."""
     with Store(tmp_path) as store, BoardStore(tmp_path, writes=True) as noted:
-        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
-        assert store.lock()
+        id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert store.acquire_lock()
         store.set_status(id, "running")
         for fact in (Started(BLOB), Surveyed(0, ("a", "b", "c"), {}, {}), Asked(0, 0, ("a", "b", "c"))):
-            store.append(id, fact)
+            store.append_event(id, fact)
         doing = {device: Doing(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
-        noted.write([Board(device, online=True, doing=each) for device, each in doing.items()], [])
-        parts = why.of(store, id).found[0]
+        noted.write_telemetry([Board(device, online=True, doing=each) for device, each in doing.items()], [])
+        parts = why.load_outcomes(store, id).found[0]
     waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]
     assert [device for device in "abc" if said in parts[device].text] == waiting
     assert {parts[device].text for device in set("abc") - set(waiting)} <= {"selected"}

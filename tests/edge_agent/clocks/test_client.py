@@ -20,7 +20,7 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Clocks
 from fedquilt.edge_agent.clocks.helper import Helper
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.board import clocks as tool
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, busy_w=3.0)
@@ -33,7 +33,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.root, self.path, self.jump_s = folder / "root", folder / "s", 0.0
         if not self.root.exists():
-            plant(self.root, "jetson-tx2", 4)
+            write_fake_board(self.root, "jetson-tx2", 4)
         self.helper = Helper(Clamp(self.root, folder / "state"), self.path, folder / "state")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -97,12 +97,12 @@ class Fake:
 def test_a_point_is_held_kept_and_given_back(served: Served):
     """What the point says beside its clocks stays with it; after the release there is nothing to keep."""
     clocks = served.connect()
-    assert clocks.hold(SLOW) == SLOW
+    assert clocks.pin(SLOW) == SLOW
     assert (served.max_khz(), clocks.point) == (345600, SLOW)
-    clocks.keepalive(0.0)
-    clocks.release()
+    clocks.send_keepalive(0.0)
+    clocks.unpin()
     assert (served.max_khz(), clocks.point) == (2035200, None)
-    clocks.keepalive(1000.0)
+    clocks.send_keepalive(1000.0)
     clocks.close()
 
 
@@ -110,7 +110,7 @@ def test_a_refusal_is_the_helpers_own_sentence(served: Served):
     """And nothing is held."""
     clocks = served.connect()
     with pytest.raises(ClockError, match="has no 1 MHz: it lists"):
-        clocks.hold(OperatingPoint(name="x", cpu_hz=1e6))
+        clocks.pin(OperatingPoint(name="x", cpu_hz=1e6))
     assert clocks.point is None
     clocks.close()
 
@@ -118,13 +118,13 @@ def test_a_refusal_is_the_helpers_own_sentence(served: Served):
 def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Served):
     """The helper's clock has jumped past the watchdog; the client may hold again."""
     clocks, other = served.connect(), served.connect()
-    clocks.hold(SLOW)
+    clocks.pin(SLOW)
     served.jump_s = 60.0
-    until(lambda: other.status().holder is None, "the helper lets go")
+    until(lambda: other.request_status().holder is None, "the helper lets go")
     with pytest.raises(ClockError, match="no word from the client for 10 s"):
-        clocks.keepalive(0.0)
+        clocks.send_keepalive(0.0)
     assert clocks.point is None
-    assert clocks.hold(SLOW) == SLOW
+    assert clocks.pin(SLOW) == SLOW
     clocks.close()
 
 
@@ -137,7 +137,7 @@ def test_keepalives_are_sent_no_more_often_than_needed(tmp_path: Path):
     theirs.setblocking(False)
     for now_s in (10.0, 11.9, 12.0, 12.1, 5.0, 5.1):
         theirs.send(b"{}\n")
-        clocks.keepalive(now_s)
+        clocks.send_keepalive(now_s)
         try:
             sent.append((now_s, theirs.recv(4096)))
         except BlockingIOError:
@@ -166,10 +166,10 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, s
     clocks = Clocks.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match=r"does not answer|answered beside the question"):
-        clocks.hold(SLOW)
+        clocks.pin(SLOW)
     fake.close()
     with pytest.raises(ClockError, match="is gone"):
-        clocks.hold(SLOW)
+        clocks.pin(SLOW)
 
 
 def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
     clocks = Clocks.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match="does not answer: it hung up"):
-        clocks.hold(SLOW)
+        clocks.pin(SLOW)
     fake.close()
 
 
@@ -187,12 +187,12 @@ def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
     before = Served(tmp_path)
     clocks = Clocks.connect(before.path)
     assert clocks is not None
-    clocks.hold(SLOW)
+    clocks.pin(SLOW)
     before.stop()
     with pytest.raises(ClockError, match="does not answer"):
-        clocks.keepalive(0.0)
+        clocks.send_keepalive(0.0)
     after = Served(tmp_path)
-    assert clocks.hold(SLOW) == SLOW
+    assert clocks.pin(SLOW) == SLOW
     assert after.max_khz() == 345600
     clocks.close()
     after.stop()
@@ -203,12 +203,12 @@ def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_
     before = Served(tmp_path)
     clocks = Clocks.connect(before.path)
     assert clocks is not None
-    clocks.hold(SLOW)
-    clocks.release()
+    clocks.pin(SLOW)
+    clocks.unpin()
     before.stop()
     after = Served(tmp_path)
     try:
-        assert clocks.hold(SLOW) == SLOW
+        assert clocks.pin(SLOW) == SLOW
         assert after.max_khz() == 345600
     finally:
         clocks.close()
@@ -221,7 +221,7 @@ def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
     clocks = Clocks.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match="does not answer: timed out"):
-        clocks.hold(SLOW)
+        clocks.pin(SLOW)
     fake.close()
 
 
@@ -240,21 +240,21 @@ def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
 def test_a_point_is_written_as_a_mode_or_clocks_or_both(text: str, point: OperatingPoint | None):
     """Hz, k, M or G."""
     expected = point or OperatingPoint(name=text, cpu_hz=345.6e6, gpu_hz=850e6, emc_hz=1.6e9)
-    assert tool.point(text) == expected
+    assert tool.parse_point(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", " ", "cpu=", "cpu=fast", "cpu=1,cpu=2", "npu=1GHz", "cpu=-1", "A,B", "x" * 201])
 def test_what_is_no_point_is_told(text: str):
     """With how to write one."""
     with pytest.raises(JobError, match=r"cpu=1\.2GHz"):
-        tool.point(text)
+        tool.parse_point(text)
 
 
 def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.CaptureFixture[str]):
     """In words and as JSON, with a helper and without."""
     where = ["--root", str(served.root), "--socket", str(served.path)]
     clocks = served.connect()
-    clocks.hold(SLOW)
+    clocks.pin(SLOW)
     assert cli.main(["clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
     assert "policy0: 345.6 now, limits 345.6 to 345.6 MHz, schedutil; lists 345.6 499.2" in shown
@@ -282,15 +282,15 @@ def test_hold_holds_for_a_while(served: Served, capsys: pytest.CaptureFixture[st
 
 def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """And no root."""
-    plant(tmp_path, "jetson-tx2", 4)
-    before = controls.discover(tmp_path).settings(None)
+    write_fake_board(tmp_path, "jetson-tx2", 4)
+    before = controls.discover_controls(tmp_path).read_state(None)
     where = ["--root", str(tmp_path), "--socket", str(tmp_path / "s")]
     assert cli.main(["clocks", "hold", "MAXQ,gpu=1300.5MHz", "--dry-run", *where]) == 0
-    mode = controls.discover(tmp_path).mode("MAXQ")
+    mode = controls.discover_controls(tmp_path).find_mode("MAXQ")
     assert mode is not None
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"nvpmodel -m {mode.id} (MAXQ)"
     assert [line.split(" to ")[0] for line in rest] == ["write 140250000", "write 1300500000", "write 1300500000"]
-    assert controls.discover(tmp_path).settings(None) == before
+    assert controls.discover_controls(tmp_path).read_state(None) == before
     assert cli.main(["clocks", "hold", "MAXQ", *where]) == 8
     assert "start one with `sudo fedquilt clocks serve`" in capsys.readouterr().err

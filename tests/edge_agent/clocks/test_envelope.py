@@ -14,7 +14,7 @@ from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls, envelope, modes
 from fedquilt.edge_agent.clocks.hold import Clamp
 from fedquilt.edge_agent.devices import jetson, points
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 FAST = OperatingPoint(name="fast", cpu_hz=1984e6, gpu_hz=918e6, busy_w=25.0)
 SLOW = OperatingPoint(name="slow", cpu_hz=1190.4e6, gpu_hz=612e6, busy_w=9.0)
@@ -42,63 +42,63 @@ def test_no_clock_is_held_above_the_present_mode(nx: World):
     with pytest.raises(
         ClockError, match=r"policy0 at 1984 MHz, and the power mode 10W permits 1190\.4 MHz: .*nvpmodel"
     ):
-        nx.clamp.hold(FAST)
-    assert nx.clamp.hold(SLOW).gpu_hz == 612e6
+        nx.clamp.pin(FAST)
+    assert nx.clamp.pin(SLOW).gpu_hz == 612e6
     nx.check()
 
 
 def test_cores_that_the_mode_took_offline_stay_offline(nx: World):
     """10W leaves four of eight: no file of the others is written, and a mode that has them is refused."""
     change(nx, "10W")
-    nx.clamp.hold(SLOW)
+    nx.clamp.pin(SLOW)
     nx.clamp.restore()
     with pytest.raises(ClockError, match="mode 25W has cores or clocks beyond the power mode, 10W"):
-        nx.clamp.hold(OperatingPoint(name="25W", gpu_hz=306e6))
+        nx.clamp.pin(OperatingPoint(name="25W", gpu_hz=306e6))
     nx.check()
 
 
 def test_a_mode_that_the_owner_changes_during_a_hold_is_followed(nx: World):
     """Down: the hold ends within one look, and what is restored are the limits of 10W. Up: those of MAXN again."""
-    nx.clamp.hold(FAST)
+    nx.clamp.pin(FAST)
     change(nx, "10W")
-    assert "the owner has set the power mode 10W (before: MAXN)" in str(nx.clamp.watch())
+    assert "the owner has set the power mode 10W (before: MAXN)" in str(nx.clamp.unpin_if_required())
     assert nx.clamp.point is None
     nx.check()
-    nx.clamp.hold(SLOW)
+    nx.clamp.pin(SLOW)
     change(nx, "MAXN")
-    assert "power mode MAXN" in str(nx.clamp.watch())
+    assert "power mode MAXN" in str(nx.clamp.unpin_if_required())
     assert (nx.gpu / "max_freq").read_text().strip() == "918000000"
-    assert nx.clamp.hold(FAST).gpu_hz == 918e6
+    assert nx.clamp.pin(FAST).gpu_hz == 918e6
 
 
 def test_a_mode_changed_while_the_helper_was_dead_is_followed_by_the_next(nx: World):
     """Killed while it held in MAXN; the owner sets 10W; the next helper must not restore MAXN's limits."""
-    nx.clamp.hold(FAST)
+    nx.clamp.pin(FAST)
     change(nx, "10W")
     again = Clamp(nx.root, nx.state, put=nx.put, nvpmodel=nx.nvpmodel)
-    assert again.recover() == []
+    assert again.restore_after_crash() == []
     nx.check()
-    assert modes.present(nx.root) == "10W"
+    assert modes.read_mode_name(nx.root) == "10W"
 
 
 def test_a_lower_mode_may_be_held_and_the_owners_comes_back(nx: World):
     """From 25W to 10W: fewer cores and lower caps are within the owner's mode, except for the GPU's cap of 408 MHz."""
     change(nx, "25W")
     with pytest.raises(ClockError, match="beyond"):
-        nx.clamp.hold(OperatingPoint(name="10W"))
+        nx.clamp.pin(OperatingPoint(name="10W"))
     change(nx, "MAXN")
-    nx.clamp.hold(OperatingPoint(name="10W"))
-    assert (modes.present(nx.root), nx.clamp.owner()) == ("10W", "MAXN")
+    nx.clamp.pin(OperatingPoint(name="10W"))
+    assert (modes.read_mode_name(nx.root), nx.clamp.owner_mode()) == ("10W", "MAXN")
     assert nx.clamp.restore() == []
-    assert modes.present(nx.root) == "MAXN"
+    assert modes.read_mode_name(nx.root) == "MAXN"
 
 
 def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
     """510 MHz in the GPU's max_freq, in MAXN."""
     nx.write(nx.gpu / "max_freq", 510_000_000)
     with pytest.raises(ClockError, match="permits 510 MHz"):
-        nx.clamp.hold(SLOW)
-    nx.clamp.hold(SMALL)
+        nx.clamp.pin(SLOW)
+    nx.clamp.pin(SMALL)
     assert nx.clamp.restore() == []
     assert (nx.gpu / "max_freq").read_text().strip() == "510000000"
 
@@ -107,52 +107,54 @@ def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     """Whoever asks the helper."""
     clamp = Clamp(nx.root, nx.state, max_w=10.0, put=nx.put, nvpmodel=nx.nvpmodel)
     with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is held here"):
-        clamp.hold(FAST)
+        clamp.pin(FAST)
     with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
-        clamp.hold(OperatingPoint(name="typed", gpu_hz=306e6))
-    assert clamp.hold(SLOW).name == "slow"
+        clamp.pin(OperatingPoint(name="typed", gpu_hz=306e6))
+    assert clamp.pin(SLOW).name == "slow"
 
 
 def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World):
     """The helper goes by the profile of the board: neither an understated power nor an unknown name gets through."""
-    profile = profiles.load("jetson-orin-nx")
-    known = points.fit(profile, points.lists(controls.discover(nx.root).found))
+    profile = profiles.load_board_profile("jetson-orin-nx")
+    known = points.fit_points(profile, points.common_frequencies(controls.discover_controls(nx.root).found))
     most = sorted(point.busy_w for point in known if point.busy_w)[len(known) // 2]
-    clamp = Clamp(nx.root, nx.state, max_w=most, watts=points.watts(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel)
+    clamp = Clamp(
+        nx.root, nx.state, max_w=most, watts=points.power_lookup(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel
+    )
     grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]
     hungry, frugal = (choose(grid, key=lambda point: point.busy_w or 0.0) for choose in (max, min))
     for wrong in (replace(hungry, busy_w=1.0), replace(hungry, name=frugal.name, busy_w=1.0)):
         with pytest.raises(ClockError, match="and no point above"):
-            clamp.hold(wrong)
+            clamp.pin(wrong)
         assert clamp.point is None
-    assert clamp.hold(replace(frugal, busy_w=None)).name == frugal.name
+    assert clamp.pin(replace(frugal, busy_w=None)).name == frugal.name
 
 
 def test_nothing_is_held_when_all_thermal_zones_fall_silent(nx: World):
     """A board that nobody sees get hot."""
-    nx.clamp.hold(SLOW)
+    nx.clamp.pin(SLOW)
     for zone in (nx.root / "sys/class/thermal").iterdir():
         (zone / "temp").write_text("Resource temporarily unavailable\n")
-    assert nx.clamp.watch() == "let go: no thermal zone answers, the limit is 85 C"
+    assert nx.clamp.unpin_if_required() == "let go: no thermal zone answers, the limit is 85 C"
     with pytest.raises(ClockError, match="no thermal zone answers"):
-        nx.clamp.hold(SLOW)
+        nx.clamp.pin(SLOW)
 
 
 def test_offered_points_shrink_and_grow_with_the_mode(nx: World):
     """While the agent runs: none above 10W's caps, then all of MAXN's again; and no reading between is needed."""
     device = nx.device
     change(nx, "MAXN")
-    device.read(1.0)
+    device.read_sensors(1.0)
     wide = device.points
     change(nx, "10W")
-    device.read(2.0)
+    device.read_sensors(2.0)
     narrow = device.points
     assert 0 < len(narrow) < len(wide)
     assert max(point.cpu_hz or 0 for point in narrow) <= 1190.4e6 * 1.01
     assert max(point.gpu_hz or 0 for point in narrow) == 612e6
     assert {point.name for point in narrow} & {"MAXN", "25W", "15W"} == set()
     change(nx, "MAXN")
-    device.read(3.0)
+    device.read_sensors(3.0)
     assert device.points == wide
 
 
@@ -160,41 +162,41 @@ def test_a_refused_point_makes_the_agent_look_again(nx: World):
     """The mode changed between its reading and its hold: the next choice is within."""
     device = nx.device
     change(nx, "MAXN")
-    device.read(1.0)
+    device.read_sensors(1.0)
     fast = max(device.points, key=lambda point: point.busy_w or 0)
     change(nx, "10W")
     with pytest.raises(ClockError, match="power mode 10W"):
-        device.hold(fast)
+        device.pin_clocks(fast)
     assert fast not in device.points
 
 
 def test_caps_are_read_from_the_file_that_the_catalogue_names(tmp_path: Path):
     """TX2's two clusters have caps of their own; the memory's 0 and the CPU's -1 mean none."""
-    plant(tmp_path, "jetson-tx2", 4)
+    write_fake_board(tmp_path, "jetson-tx2", 4)
     conf = tmp_path / "etc/nvpmodel/nvpmodel.conf"
     text = conf.read_text().replace("CPU_1 MAX_FREQ 1400000", "CPU_1 MAX_FREQ 960000")
     conf.write_text(text)
-    found = controls.discover(tmp_path)
-    most = envelope.bounds(found, found.mode("MAXP_CORE_ALL"))
+    found = controls.discover_controls(tmp_path)
+    most = envelope.control_limits(found, found.find_mode("MAXP_CORE_ALL"))
     assert most == {"policy0": 1267200, "policy1": 960000, "17000000.gp10b": 1122000000, "emc": 1600000000}
-    assert envelope.bounds(found, found.mode("MAXN")) == {}
+    assert envelope.control_limits(found, found.find_mode("MAXN")) == {}
 
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
 def test_without_a_helper_no_point_is_beyond_the_mode(tmp_path: Path, board: str, jetpack: int):
     """What an agent offers where nothing can be set is the present mode's own point, or points within it."""
-    plant(tmp_path, board, jetpack)
+    write_fake_board(tmp_path, board, jetpack)
     device = jetson.detect(tmp_path)
     assert device is not None
-    found = controls.discover(tmp_path)
-    most = envelope.most_hz(found, envelope.bounds(found, found.mode(device.mode)))
+    found = controls.discover_controls(tmp_path)
+    most = envelope.permitted_hz(found, envelope.control_limits(found, found.find_mode(device.mode)))
     for point in device.points:
         assert all((getattr(point, axis) or 0) <= hz * 1.01 for axis, hz in most.items())
 
 
 def test_500_random_boards_modes_deadlines_and_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing is written, left or held beyond the owner's bounds; `make nightly` plays 100,000."""
-    monkeypatch.setattr(controls, "discover", envelope_cases.once(controls.discover))
+    monkeypatch.setattr(controls, "discover_controls", envelope_cases.once(controls.discover_controls))
     worlds = envelope_cases.every(tmp_path)
     held = sum(envelope_cases.play(worlds[case % len(worlds)], case) for case in range(500))
     assert held > 250
@@ -202,9 +204,9 @@ def test_500_random_boards_modes_deadlines_and_faults(tmp_path: Path, monkeypatc
 
 def test_a_case_that_goes_outside_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a helper that checks nothing, the cases fail: they can."""
-    monkeypatch.setattr(envelope, "check", lambda *_: None)
-    monkeypatch.setattr(envelope, "offered", lambda points, *_: points)
-    monkeypatch.setattr(envelope, "permits", lambda *_: True)
+    monkeypatch.setattr(envelope, "require_within_limits", lambda *_: None)
+    monkeypatch.setattr(envelope, "permitted_points", lambda points, *_: points)
+    monkeypatch.setattr(envelope, "is_mode_within", lambda *_: True)
     worlds = envelope_cases.every(tmp_path)
 
     def play() -> None:

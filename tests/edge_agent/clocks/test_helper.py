@@ -250,11 +250,11 @@ def test_too_many_clients_are_told_so(helper: Helper, place: Place):
 
 def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
     """As the kernel names the peer; the others are told what to do."""
-    assert clockd.allowed((1, 0, 0), None)
-    assert clockd.allowed((1, os.geteuid(), 12345), None)
-    assert clockd.allowed((1, 54321, 777), 777)
-    assert not clockd.allowed((1, 54321, 778), 777)
-    assert not clockd.allowed((1, 54321, 778), None)
+    assert clockd.may_connect((1, 0, 0), None)
+    assert clockd.may_connect((1, os.geteuid(), 12345), None)
+    assert clockd.may_connect((1, 54321, 777), 777)
+    assert not clockd.may_connect((1, 54321, 778), 777)
+    assert not clockd.may_connect((1, 54321, 778), None)
     helper = place.helper(peer=lambda line: (1, 54321, 778))
     stranger = Talk(helper, place)
     helper.step(0.0)
@@ -287,4 +287,4 @@ def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
     with pytest.raises(StoreError, match=r"no socket at .*name another with --socket"):
         Helper(Clamp(place.root, place.state), place.root / "proc/meminfo/s", place.state)
     with pytest.raises(JobError, match="no group 'no-such-group' here"):
-        clockd.serve(place.root, place.socket, place.state, group="no-such-group")
+        clockd.run_helper(place.root, place.socket, place.state, group="no-such-group")

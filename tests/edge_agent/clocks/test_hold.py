@@ -13,7 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6, emc_hz=204e6, busy_w=3.0)
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"
@@ -41,7 +41,7 @@ class Board:
 
     def __init__(self, folder: Path) -> None:
         self.root, self.state = folder / "root", folder / "state"
-        plant(self.root, "jetson-tx2", 4)
+        write_fake_board(self.root, "jetson-tx2", 4)
         self.boot("one")
         self.before = self.settings()
 
@@ -50,7 +50,7 @@ class Board:
 
     def settings(self) -> object:
         """How the board is set; the memory's rate is the board's own while its lock is open."""
-        found = controls.discover(self.root).settings(None)
+        found = controls.discover_controls(self.root).read_state(None)
         return [msgspec.structs.replace(one, rate=one.rate if one.lock else None) for one in found.levers]
 
     def read(self, path: str) -> str:
@@ -90,7 +90,7 @@ def putting(change: Callable[[Path, str], str | None]) -> Callable[[Path, str], 
 def test_a_point_is_held_and_given_back(board: Board):
     """Every clock at the point's frequency, then every file as before and no journal left."""
     clamp = board.clamp()
-    assert clamp.hold(SLOW) == SLOW
+    assert clamp.pin(SLOW) == SLOW
     assert board.read(f"{POLICY}/scaling_min_freq") == board.read(f"{POLICY}/scaling_max_freq") == "345600"
     assert board.read(f"{GPU}/min_freq") == board.read(f"{GPU}/max_freq") == "318750000"
     assert (board.read(RATE), clamp.point) == ("204000000", SLOW)
@@ -102,8 +102,8 @@ def test_a_point_is_held_and_given_back(board: Board):
 def test_what_the_next_point_does_not_name_goes_back_to_the_board(board: Board):
     """Held with the GPU, then without: the GPU is the board's again, the CPU is not."""
     clamp = board.clamp()
-    clamp.hold(SLOW)
-    clamp.hold(OperatingPoint(name="cpu", cpu_hz=499.2e6))
+    clamp.pin(SLOW)
+    clamp.pin(OperatingPoint(name="cpu", cpu_hz=499.2e6))
     assert board.read(f"{POLICY}/scaling_max_freq") == "499200"
     assert board.read(f"{GPU}/min_freq") != board.read(f"{GPU}/max_freq")
     assert clamp.restore() == []
@@ -115,7 +115,7 @@ def test_the_journal_is_on_disk_before_the_first_change(board: Board):
     seen: list[bytes] = []
     path = board.state / "clocks.json"
     clamp = board.clamp(put=putting(lambda *_: seen.append(path.read_bytes())))
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     assert set(seen) == {path.read_bytes()}
     assert msgspec.json.decode(seen[0])["boot"] == "one"
 
@@ -125,7 +125,7 @@ def test_no_clock_is_touched_without_a_journal(board: Board):
     clamp = board.clamp()
     (board.state / "clocks.json").mkdir()
     with pytest.raises(ClockError, match="no clock is touched"):
-        clamp.hold(SLOW)
+        clamp.pin(SLOW)
     assert board.settings() == board.before
     with pytest.raises(StoreError, match="no folder"):
         Clamp(board.root, board.root / "proc/meminfo/state")
@@ -133,33 +133,33 @@ def test_no_clock_is_touched_without_a_journal(board: Board):
 
 def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
     """It held and is gone without a word; the next one reads its journal and restores."""
-    board.clamp().hold(SLOW)
+    board.clamp().pin(SLOW)
     assert board.settings() != board.before
-    assert board.clamp().recover() == []
+    assert board.clamp().restore_after_crash() == []
     assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
-    assert board.clamp().recover() == []
+    assert board.clamp().restore_after_crash() == []
 
 
 def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
     """In a tree of files it was killed between opening one and writing to it; the journal goes when all is restored."""
     written: list[Path] = []
     clamp = board.clamp(put=putting(lambda path, _: written.append(path)))
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     assert clamp.restore() == []
     assert len(set(written)) == 9
     for path in sorted(set(written)):
-        board.clamp().hold(SLOW)
+        board.clamp().pin(SLOW)
         path.write_text("")
-        assert board.clamp().recover() == []
+        assert board.clamp().restore_after_crash() == []
         assert (board.settings(), list(board.state.iterdir())) == (board.before, []), path
 
 
 def test_a_journal_of_an_earlier_start_of_the_board_sets_no_clock(board: Board):
     """The kernel has set them anew since: what was true then is not now."""
-    board.clamp().hold(SLOW)
+    board.clamp().pin(SLOW)
     board.boot("two")
     before = board.settings()
-    assert board.clamp().recover() == []
+    assert board.clamp().restore_after_crash() == []
     assert (board.settings(), list(board.state.iterdir())) == (before, [])
 
 
@@ -168,9 +168,9 @@ def test_a_journal_that_cannot_be_read_is_put_aside_and_told(board: Board, rubbi
     """Rather than stop the helper for ever."""
     clamp = board.clamp()
     (board.state / "clocks.json").write_bytes(rubbish)
-    (sentence,) = clamp.recover()
+    (sentence,) = clamp.restore_after_crash()
     assert "cannot be read" in sentence
-    assert clamp.hold(SLOW) == SLOW
+    assert clamp.pin(SLOW) == SLOW
 
 
 def test_a_list_that_lies_is_found_out_and_everything_restored(board: Board):
@@ -178,7 +178,7 @@ def test_a_list_that_lies_is_found_out_and_everything_restored(board: Board):
     lie = putting(lambda path, value: "806400" if "policy0" in str(path) and value == "499200" else None)
     clamp = board.clamp(put=lie)
     with pytest.raises(ClockError, match=r"scaling_max_freq was set to 499200 and says 806400.*own settings"):
-        clamp.hold(msgspec.structs.replace(SLOW, cpu_hz=499.2e6))
+        clamp.pin(msgspec.structs.replace(SLOW, cpu_hz=499.2e6))
     assert (clamp.point, board.settings()) == (None, board.before)
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_takes_nothing_is_named_and_everything_restored(board: Board
 
     clamp = board.clamp(put=putting(refuse))
     with pytest.raises(ClockError, match=r"does not take .*: Invalid argument; the board's own settings hold"):
-        clamp.hold(SLOW)
+        clamp.pin(SLOW)
     assert board.settings() == board.before
 
 
@@ -202,25 +202,25 @@ def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
     capped: list[str] = []
     cap = putting(lambda path, value: capped[0] if capped and path.name == "max_freq" else None)
     clamp = board.clamp(put=cap)
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     capped.append("586500000")
     (sentence,) = clamp.restore()
     assert "max_freq was set to 1300500000 and says 586500000" in sentence
-    assert clamp.owes
+    assert clamp.needs_restore
     capped.clear()
     assert clamp.restore() == []
-    assert (clamp.owes, board.settings()) == (False, board.before)
+    assert (clamp.needs_restore, board.settings()) == (False, board.before)
 
 
 def test_cores_that_are_turned_off_during_a_hold_are_restored_once_they_are_on(board: Board):
     """The kernel keeps their limits meanwhile. A mode that turns them off says itself what holds in it."""
     cores = [f"sys/devices/system/cpu/cpu{core}/online" for core in (1, 2)]
     clamp = board.clamp()
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     for core in cores:
         board.write(core, "0")
     for one in (clamp, board.clamp()):
-        (said,) = one.restore() if one is clamp else one.recover()
+        (said,) = one.restore() if one is clamp else one.restore_after_crash()
         assert said == "policy1 is restored once one of its cores is on again"
         assert (board.state / "clocks.json").exists()
     board.write(cores[0], "1")
@@ -233,11 +233,11 @@ def test_what_is_owed_is_remembered_through_another_hold(board: Board):
     broken = [True]
     keep = putting(lambda path, value: board.read(f"{GPU}/max_freq") if broken[0] and path.name == "max_freq" else None)
     clamp = board.clamp()
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     clamp._put = keep
     assert clamp.restore()
     broken[0] = False
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     assert clamp.restore() == []
     assert board.settings() == board.before
 
@@ -248,11 +248,11 @@ def test_a_memory_clock_that_rounds_up_is_told_as_it_became(board: Board):
     rates.parent.mkdir()
     rates.write_text("204000 1600000 2133000 (kHz)\n")
     clamp = board.clamp(put=putting(lambda path, value: "2133000000" if path.name == "rate" else None))
-    became = clamp.hold(OperatingPoint(name="x", emc_hz=1.6e9))
+    became = clamp.pin(OperatingPoint(name="x", emc_hz=1.6e9))
     assert (became.emc_hz, became.cpu_hz) == (2.133e9, None)
     down = board.clamp(put=putting(lambda path, value: "204000000" if path.name == "rate" else None))
     with pytest.raises(ClockError, match="rate was set to 1600000000 and says 204000000"):
-        down.hold(OperatingPoint(name="x", emc_hz=1.6e9))
+        down.pin(OperatingPoint(name="x", emc_hz=1.6e9))
 
 
 def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
@@ -260,7 +260,7 @@ def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
     board.write("sys/kernel/debug/bpmp/debug/clk/emc/mrq_rate_locked", "1")
     before = board.settings()
     clamp = board.clamp()
-    clamp.hold(SLOW)
+    clamp.pin(SLOW)
     assert board.read(RATE) == "204000000"
     assert clamp.restore() == []
     assert (board.settings(), board.read(RATE)) == (before, "1866000000")
@@ -269,7 +269,7 @@ def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
 def test_an_unlisted_frequency_changes_nothing(board: Board):
     """Not even the clocks that are listed."""
     with pytest.raises(ClockError, match="has no 777 MHz"):
-        board.clamp().hold(msgspec.structs.replace(SLOW, gpu_hz=777e6))
+        board.clamp().pin(msgspec.structs.replace(SLOW, gpu_hz=777e6))
     assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
 
 
@@ -277,7 +277,7 @@ def test_a_lever_whose_setting_cannot_be_read_is_not_held(board: Board):
     """What is not known cannot be put back."""
     board.write(f"{POLICY}/scaling_min_freq", "<unsupported>")
     with pytest.raises(ClockError, match=r"policy0 cannot be held: .*scaling_min_freq did not say"):
-        board.clamp().hold(SLOW)
+        board.clamp().pin(SLOW)
 
 
 def test_nothing_is_held_on_a_board_that_is_too_hot(board: Board):
@@ -285,30 +285,30 @@ def test_nothing_is_held_on_a_board_that_is_too_hot(board: Board):
     clamp = board.clamp(hottest_c=80.0)
     board.heat(80.5)
     with pytest.raises(ClockError, match=r"at 80\.5 C, clocks are held up to 80 C"):
-        clamp.hold(SLOW)
+        clamp.pin(SLOW)
     board.heat(79.0)
-    clamp.hold(SLOW)
-    assert clamp.watch() is None
+    clamp.pin(SLOW)
+    assert clamp.unpin_if_required() is None
     board.heat(81.0)
-    assert clamp.watch() == "let go: the hottest zone is at 81 C, the limit is 80 C"
+    assert clamp.unpin_if_required() == "let go: the hottest zone is at 81 C, the limit is 80 C"
     assert (clamp.point, board.settings()) == (None, board.before)
     board.heat(76.0)
-    assert clamp.watch() is None
+    assert clamp.unpin_if_required() is None
     with pytest.raises(ClockError, match="held up to 75 C"):
-        clamp.hold(SLOW)
+        clamp.pin(SLOW)
     board.heat(74.0)
-    assert clamp.watch() is None
+    assert clamp.unpin_if_required() is None
     board.heat(79.0)
-    assert clamp.hold(SLOW) == SLOW
+    assert clamp.pin(SLOW) == SLOW
 
 
 def test_a_dry_run_writes_nothing(board: Board):
     """Neither to the board nor to the journal; a journal that is there stays."""
     clamp = board.clamp(dry_run=True, put=putting(lambda path, value: pytest.fail(f"{path} was written")))
-    assert clamp.hold(SLOW) == SLOW
+    assert clamp.pin(SLOW) == SLOW
     with pytest.raises(ClockError, match="has no 777 MHz"):
-        clamp.hold(msgspec.structs.replace(SLOW, gpu_hz=777e6))
-    clamp.hold(SLOW)
+        clamp.pin(msgspec.structs.replace(SLOW, gpu_hz=777e6))
+    clamp.pin(SLOW)
     assert clamp.restore() == []
     assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
 
@@ -319,15 +319,15 @@ def test_a_dry_run_writes_nothing(board: Board):
 def test_a_point_may_name_a_mode_and_the_mode_is_put_back(board: Board):
     """Its id is looked up; another point in it does not keep what the one before had set."""
     board.nvpmodel()
-    number = controls.discover(board.root).mode("MAXQ")
+    number = controls.discover_controls(board.root).find_mode("MAXQ")
     assert number is not None
     conf = board.root / "etc/nvpmodel.conf"
     conf.write_text(conf.read_text().replace(f"ID={number.id} NAME=MAXQ", "ID=1 NAME=MAXQ"))
     clamp = board.clamp()
-    clamp.hold(OperatingPoint(name="MAXQ", gpu_hz=318.75e6))
+    clamp.pin(OperatingPoint(name="MAXQ", gpu_hz=318.75e6))
     assert (board.read("mode"), board.read(f"{GPU}/min_freq")) == ("MAXQ", "318750000")
     assert board.read(f"{POLICY}/scaling_max_freq") == "1267200"
-    clamp.hold(OperatingPoint(name="MAXQ"))
+    clamp.pin(OperatingPoint(name="MAXQ"))
     assert board.read(f"{GPU}/max_freq") == "1300500000", "the mode's own limit, not the point's before"
     assert clamp.restore() == []
     assert (board.read("mode"), board.settings()) == ("MAXN", board.before)
@@ -339,9 +339,9 @@ def test_a_mode_outlives_a_restart_of_the_board_and_is_put_back_all_the_same(boa
     board.nvpmodel()
     conf = board.root / "etc/nvpmodel.conf"
     conf.write_text("< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=1 NAME=MAXQ >\n")
-    board.clamp().hold(OperatingPoint(name="MAXQ"))
+    board.clamp().pin(OperatingPoint(name="MAXQ"))
     board.boot("two")
-    assert board.clamp().recover() == []
+    assert board.clamp().restore_after_crash() == []
     assert board.read("mode") == "MAXN"
 
 
@@ -353,19 +353,19 @@ def test_a_mode_that_needs_a_restart_is_refused(board: Board):
         "< POWER_MODEL ID=0 NAME=MAXN >\nTPC TPC_PG_MASK 0\n< POWER_MODEL ID=1 NAME=MAXQ >\nTPC TPC_PG_MASK 8\n"
     )
     with pytest.raises(ClockError, match="needs a restart of the board: `sudo nvpmodel -m 1`"):
-        board.clamp().hold(OperatingPoint(name="MAXQ"))
+        board.clamp().pin(OperatingPoint(name="MAXQ"))
     assert not (board.root / "asked").exists()
     conf.write_text("< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=1 NAME=MAXQ >\n")
     board.write("stubborn", "")
     with pytest.raises(ClockError, match="did not go to mode MAXQ: it needs a restart of the board"):
-        board.clamp().hold(OperatingPoint(name="MAXQ"))
+        board.clamp().pin(OperatingPoint(name="MAXQ"))
     assert (board.read("mode"), board.settings()) == ("MAXN", board.before)
 
 
 def test_a_mode_without_nvpmodel_is_refused(board: Board):
     """The catalogue is there, the program is not."""
     with pytest.raises(ClockError, match="did not go to mode MAXQ"):
-        board.clamp().hold(OperatingPoint(name="MAXQ"))
+        board.clamp().pin(OperatingPoint(name="MAXQ"))
 
 
 def test_a_file_is_never_made(board: Board):
@@ -380,5 +380,5 @@ def test_a_file_is_never_made(board: Board):
         os.close(number)
 
     with pytest.raises(ClockError, match="scaling_min_freq does not take 345600: No such file"):
-        board.clamp(put=put).hold(SLOW)
+        board.clamp(put=put).pin(SLOW)
     assert not gone.exists()

@@ -11,12 +11,12 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.clocks.modes import present as mode
+from fedquilt.edge_agent.clocks.modes import read_mode_name
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.profiles.layouts import BOARDS
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"
@@ -38,22 +38,22 @@ class FakeClocks:
 
     told = Status(clocks=())
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
         return point
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         pass
 
-    def keepalive(self, now_s: float) -> None:
+    def send_keepalive(self, now_s: float) -> None:
         pass
 
-    def status(self) -> Status:
+    def request_status(self) -> Status:
         return self.told
 
 
 def planted(root: Path, board: str, jetpack: int, **changes: Any) -> JetsonDevice:
     """The board, with files changed after their names (path -> text, or None: gone)."""
-    plant(root, board, jetpack)
+    write_fake_board(root, board, jetpack)
     for path, text in changes.pop("files", {}).items():
         if text is None:
             (root / path).unlink()
@@ -69,7 +69,7 @@ def test_every_board_tells_its_power_temperature_and_memory(tmp_path: Path, boar
     """NVIDIA's guide gives addresses and labels; the expected watts are those of the layout, mV times mA."""
     layout = BOARDS[board]
     device = planted(tmp_path, board, jetpack)
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     rails = {label: mv * ma / 1e6 for chip in layout.rails.values() for label, mv, ma in chip if label != "NC"}
     rails |= {} if layout.input_w is None else {"VIN": layout.input_w}
     total = WATTS[board]
@@ -89,8 +89,8 @@ def test_every_board_finds_its_profile_and_mode(tmp_path: Path, board: str, jetp
     device = planted(tmp_path, board, jetpack)
     layout = BOARDS[board]
     assert device.mode == layout.modes[layout.default].name
-    found = jetson.fitting(tmp_path)
-    if board in profiles.names():
+    found = jetson.find_profile(tmp_path)
+    if board in profiles.board_names():
         assert found is not None
         assert found.board == board
         assert device.provenance == found.provenance()
@@ -100,7 +100,7 @@ def test_every_board_finds_its_profile_and_mode(tmp_path: Path, board: str, jetp
     assert not device.adjustable
 
 
-@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.names()])
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.board_names()])
 def test_with_a_helper_a_board_has_points_of_clocks_it_lists(tmp_path: Path, board: str, jetpack: int):
     """No clock of any point is one that the board's own files do not have; the mode it is in is not the only one."""
     device = planted(tmp_path, board, jetpack, clocks=FakeClocks())
@@ -117,14 +117,14 @@ def test_with_a_helper_a_board_has_points_of_clocks_it_lists(tmp_path: Path, boa
 
 def test_the_input_rail_is_the_total_and_the_others_are_parts(tmp_path: Path):
     """TX2 has VDD_IN on its second monitor: 19 V times 200 mA, not the sum of six rails."""
-    reading = planted(tmp_path, "jetson-tx2", 4).read(0.0)
+    reading = planted(tmp_path, "jetson-tx2", 4).read_sensors(0.0)
     assert (reading.power_w, reading.energy_source) == (pytest.approx(3.8), "ina3221 VDD_IN")
     assert sum(reading.rails_w.values()) > 6
 
 
 def test_agx_orins_memory_is_counted_once(tmp_path: Path):
     """VDDQ_VDD2_1V8AO's 0.5 W are part of VIN_SYS_5V0 by NVIDIA's table: 3.04 + 0.38 + 3.5 W, not 7.42 W."""
-    reading = planted(tmp_path, "jetson-agx-orin", 6).read(0.0)
+    reading = planted(tmp_path, "jetson-agx-orin", 6).read_sensors(0.0)
     assert reading.power_w == pytest.approx(6.92)
     assert reading.energy_source == "ina3221 sum of VDD_GPU_SOC, VDD_CPU_CV, VIN_SYS_5V0"
     assert reading.rails_w["VDDQ_VDD2_1V8AO"] == pytest.approx(0.5)
@@ -134,7 +134,7 @@ def test_every_tree_names_its_source_in_a_file_of_its_own(tmp_path: Path):
     """At least 14 boards and JetPacks."""
     assert len(EVERY) >= 14
     for board, jetpack in EVERY:
-        plant(tmp_path / f"{board}-{jetpack}", board, jetpack)
+        write_fake_board(tmp_path / f"{board}-{jetpack}", board, jetpack)
         text = (tmp_path / f"{board}-{jetpack}" / "SOURCE").read_text()
         assert any(name in text for name in ("NVIDIA, Jetson Linux", "jetson_stats")), text
 
@@ -167,10 +167,10 @@ def test_the_input_that_an_ina238_measures_is_the_total(tmp_path: Path):
 def test_one_silent_rail_makes_a_sum_unknown_but_not_an_input_rail(tmp_path: Path):
     """A part would pass for the whole; where the input itself is measured, the parts are beside the point."""
     silent = {f"{ORIN}/curr2_input": "Resource temporarily unavailable"}
-    reading = planted(tmp_path / "agx", "jetson-agx-orin", 5, files=silent).read(0.0)
+    reading = planted(tmp_path / "agx", "jetson-agx-orin", 5, files=silent).read_sensors(0.0)
     assert (reading.power_w, reading.energy_source) == (None, None)
     assert set(reading.rails_w) == {"VDD_GPU_SOC", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
-    reading = planted(tmp_path / "nano", "jetson-orin-nano", 5, files={f"{ORIN}/curr3_input": "?"}).read(0.0)
+    reading = planted(tmp_path / "nano", "jetson-orin-nano", 5, files={f"{ORIN}/curr3_input": "?"}).read_sensors(0.0)
     assert reading.power_w == pytest.approx(6.0)
 
 
@@ -178,17 +178,17 @@ def test_a_silent_input_rail_makes_the_power_unknown(tmp_path: Path):
     """The parts are not put in its place: the rest of the board is in none of them."""
     device = planted(tmp_path, "jetson-nano", 4)
     (tmp_path / NANO / "in_power0_input").unlink()
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert (reading.power_w, set(reading.rails_w)) == (None, {"POM_5V_GPU", "POM_5V_CPU"})
 
 
 def test_a_part_a_little_below_zero_has_an_offset_and_reads_zero(tmp_path: Path):
     """No rail feeds power back, in either layout; further below, the part is left out rather than told as 0."""
-    reading = planted(tmp_path / "5", "jetson-orin-nx", 5, files={f"{ORIN}/curr2_input": "-8"}).read(0.0)
+    reading = planted(tmp_path / "5", "jetson-orin-nx", 5, files={f"{ORIN}/curr2_input": "-8"}).read_sensors(0.0)
     assert reading.rails_w["VDD_CPU_GPU_CV"] == 0.0
-    reading = planted(tmp_path / "4", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-40"}).read(0.0)
+    reading = planted(tmp_path / "4", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-40"}).read_sensors(0.0)
     assert reading.rails_w["POM_5V_GPU"] == 0.0
-    reading = planted(tmp_path / "far", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-4000"}).read(0.0)
+    reading = planted(tmp_path / "far", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-4000"}).read_sensors(0.0)
     assert "POM_5V_GPU" not in reading.rails_w
 
 
@@ -215,7 +215,7 @@ def test_a_total_that_cannot_be_right_is_unknown_and_the_reason_is_told(
 ):
     """Negative, zero, beyond any supply, less than its parts, silent, missing: not 0, and no part for the whole."""
     device = planted(tmp_path, board, 5, files={file: value})
-    assert device.read(0.0).power_w is None
+    assert device.read_sensors(0.0).power_w is None
     meter = Ina3221(tmp_path)
     meter.read(0.0)
     assert re.search(fault, str(meter.fault))
@@ -223,7 +223,7 @@ def test_a_total_that_cannot_be_right_is_unknown_and_the_reason_is_told(
 
 def test_a_total_that_stands_still_while_its_parts_move_is_stuck(tmp_path: Path):
     """VDD_IN 6.00 W for 50 readings, its parts between 2.5 and 4.5 W: unknown from then on, until it moves."""
-    plant(tmp_path, "jetson-orin-nx", 6)
+    write_fake_board(tmp_path, "jetson-orin-nx", 6)
     meter = Ina3221(tmp_path)
     for count in range(60):
         (tmp_path / ORIN / "curr2_input").write_text(f"{200 + 400 * (count % 2)}\n")
@@ -236,21 +236,21 @@ def test_a_total_that_stands_still_while_its_parts_move_is_stuck(tmp_path: Path)
 
 def test_a_quiet_board_is_not_called_stuck(tmp_path: Path):
     """At rest everything stands still."""
-    plant(tmp_path, "jetson-orin-nx", 6)
+    write_fake_board(tmp_path, "jetson-orin-nx", 6)
     meter = Ina3221(tmp_path)
     assert all(meter.read(float(count)).total_w == pytest.approx(6.0) for count in range(200))
 
 
 def test_what_a_usb_c_supply_has_agreed_to_is_no_power(tmp_path: Path):
     """UCSI tells the volts and amperes of the contract, 20 V times 3 A here, not what the board draws."""
-    plant(tmp_path, "jetson-orin-nx", 6)
+    write_fake_board(tmp_path, "jetson-orin-nx", 6)
     supply = tmp_path / "sys/class/power_supply/ucsi-source-psy-1-0008"
     supply.mkdir(parents=True)
     for name, text in (("type", "USB"), ("voltage_now", "20000000"), ("current_now", "3000000"), ("online", "1")):
         (supply / name).write_text(f"{text}\n")
     device = detect(tmp_path)
     assert device is not None
-    assert device.read(0.0).power_w == pytest.approx(6.0)
+    assert device.read_sensors(0.0).power_w == pytest.approx(6.0)
 
 
 def test_rails_of_an_unknown_board_are_not_added_up(tmp_path: Path):
@@ -258,7 +258,7 @@ def test_rails_of_an_unknown_board_are_not_added_up(tmp_path: Path):
     compatible = "nvidia,p9999-0000\0nvidia,tegra999\0"
     labels = {f"{ORIN}/in{channel}_label": f"RAIL_{channel}" for channel in (1, 2, 3)}
     device = planted(tmp_path, "jetson-orin-nx", 6, files={"proc/device-tree/compatible": compatible, **labels})
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert (reading.power_w, len(reading.rails_w)) == (None, 3)
 
 
@@ -270,24 +270,24 @@ def test_unconnected_unlabelled_and_disabled_channels_and_the_shunts_sum_are_no_
         f"{ORIN}/curr4_input": "900",
         f"{ORIN}/curr7_input": "900",
     }
-    reading = planted(tmp_path / "one", "jetson-orin-nano", 6, files=changes).read(0.0)
+    reading = planted(tmp_path / "one", "jetson-orin-nano", 6, files=changes).read_sensors(0.0)
     assert reading.rails_w == {"VDD_IN": pytest.approx(6.0)}
     changes = {f"{ORIN}/in{channel}_label": None for channel in (1, 2, 3)}
-    reading = planted(tmp_path / "two", "jetson-orin-nano", 6, files=changes).read(0.0)
+    reading = planted(tmp_path / "two", "jetson-orin-nano", 6, files=changes).read_sensors(0.0)
     assert (reading.rails_w, reading.power_w) == ({}, None)
 
 
 def test_a_label_on_two_monitors_is_two_rails(tmp_path: Path):
     """One would hide the other and the sum would miss it."""
     second = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/in2_label": "VDD_CPU_CV"}
-    reading = planted(tmp_path, "jetson-agx-orin", 5, files=second).read(0.0)
+    reading = planted(tmp_path, "jetson-agx-orin", 5, files=second).read_sensors(0.0)
     assert reading.rails_w["VDD_CPU_CV (2)"] == pytest.approx(0.5)
     assert reading.power_w == pytest.approx(6.92)
 
 
 def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):
     """Some containers have /sys/class/hwmon alone; another chip's channels there are none of ours."""
-    plant(tmp_path, "jetson-orin-nx", 6)
+    write_fake_board(tmp_path, "jetson-orin-nx", 6)
     bus = tmp_path / "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"
     link = tmp_path / "sys/class/hwmon/hwmon1"
     link.unlink()
@@ -297,17 +297,17 @@ def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):
         (tmp_path / "sys/class/hwmon/hwmon9" / name).write_text(text)
     device = detect(tmp_path)
     assert device is not None
-    assert device.read(0.0).power_w == pytest.approx(6.0)
+    assert device.read_sensors(0.0).power_w == pytest.approx(6.0)
 
 
 def test_an_alias_of_a_monitor_is_not_counted_twice(tmp_path: Path):
     """Some kernels show iio:device0 as iio_device too."""
-    plant(tmp_path, "jetson-agx-xavier", 4)
+    write_fake_board(tmp_path, "jetson-agx-xavier", 4)
     chip = tmp_path / "sys/bus/i2c/drivers/ina3221x/1-0040"
     (chip / "iio_device").symlink_to("iio:device0")
     device = detect(tmp_path)
     assert device is not None
-    assert device.read(0.0).power_w == pytest.approx(8.36)
+    assert device.read_sensors(0.0).power_w == pytest.approx(8.36)
 
 
 # -- temperatures ---------------------------------------------------------------------------------
@@ -315,11 +315,11 @@ def test_an_alias_of_a_monitor_is_not_counted_twice(tmp_path: Path):
 
 def test_the_stuck_zone_and_those_that_are_off_are_not_the_hottest(tmp_path: Path):
     """PMIC-Die says 100 C for ever, an Orin's sensor of a part without power -256 C; one answers nothing at all."""
-    reading = planted(tmp_path / "tx2", "jetson-tx2", 4).read(0.0)
+    reading = planted(tmp_path / "tx2", "jetson-tx2", 4).read_sensors(0.0)
     assert reading.temperature_c == 42.5
     off = {f"sys/class/thermal/thermal_zone{zone}/temp": "-256000" for zone in range(5)}
     off["sys/class/thermal/thermal_zone5/temp"] = "try again"
-    reading = planted(tmp_path / "orin", "jetson-orin-nx", 5, files=off).read(0.0)
+    reading = planted(tmp_path / "orin", "jetson-orin-nx", 5, files=off).read_sensors(0.0)
     assert reading.temperature_c == 43.0
 
 
@@ -331,31 +331,31 @@ def test_a_board_unlike_any_profile_works_without_one(tmp_path: Path):
     compatible = "nvidia,p3541-0000\0nvidia,p3450-0000\0nvidia,tegra210\0"
     device = planted(tmp_path, "jetson-nano", 4, files={"proc/device-tree/compatible": compatible})
     assert (device.points, device.provenance) == ((), "sysfs")
-    assert device.read(0.0).power_w == pytest.approx(2.9)
+    assert device.read_sensors(0.0).power_w == pytest.approx(2.9)
 
 
 def test_a_jetson_without_a_device_tree_is_known_by_its_release_file(tmp_path: Path):
     """Containers hide the device tree; a Tegra that is neither is no Jetson for us."""
     device = planted(tmp_path, "jetson-tx2", 4, files={"proc/device-tree/compatible": None})
-    assert device.read(0.0).power_w == pytest.approx(3.8)
+    assert device.read_sensors(0.0).power_w == pytest.approx(3.8)
     (tmp_path / "etc/nv_tegra_release").unlink()
     assert detect(tmp_path) is None
 
 
 def test_the_mode_is_known_by_name_whatever_its_number(tmp_path: Path):
     """Another release numbers MAXQ 7; before nvpmodel ran for the first time, the catalogue's default holds."""
-    plant(tmp_path, "jetson-tx2", 4)
+    write_fake_board(tmp_path, "jetson-tx2", 4)
     catalogue = tmp_path / "etc/nvpmodel/nvpmodel.conf"
     catalogue.write_text(catalogue.read_text().replace("ID=1 NAME=MAXQ", "ID=7 NAME=MAXQ"))
     status = tmp_path / "var/lib/nvpmodel/status"
     status.write_text("pmode:0007 fmode:quiet\n")
-    assert mode(tmp_path) == "MAXQ"
+    assert read_mode_name(tmp_path) == "MAXQ"
     status.write_text("pmode:0001\n")
-    assert mode(tmp_path) is None
+    assert read_mode_name(tmp_path) is None
     status.unlink()
-    assert mode(tmp_path) == "MAXN"
+    assert read_mode_name(tmp_path) == "MAXN"
     catalogue.unlink()
-    assert mode(tmp_path) is None
+    assert read_mode_name(tmp_path) is None
 
 
 def test_in_a_mode_that_the_profile_does_not_have_all_its_points_are_told(tmp_path: Path):
@@ -387,11 +387,11 @@ def test_another_meter_is_asked_only_where_the_boards_own_files_tell_no_rails(tm
         asked.append(1)
         return FakeMeter()
 
-    assert planted(tmp_path / "one", "jetson-nano", 4, other=other).read(0.0).power_w == pytest.approx(2.9)
+    assert planted(tmp_path / "one", "jetson-nano", 4, other=other).read_sensors(0.0).power_w == pytest.approx(2.9)
     assert not asked
     bare = planted(tmp_path / "two", "jetson-nano", 4, files={f"{NANO}/rail_name_{k}": None for k in range(3)})
-    assert bare.read(0.0).power_w is None
+    assert bare.read_sensors(0.0).power_w is None
     again = detect(tmp_path / "two", other=other)
     assert again is not None
-    assert (again.read(0.0).power_w, again.read(0.0).energy_source) == (9.0, "another")
+    assert (again.read_sensors(0.0).power_w, again.read_sensors(0.0).energy_source) == (9.0, "another")
     assert detect(tmp_path / "two", other=lambda: None) is not None

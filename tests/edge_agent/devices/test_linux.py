@@ -42,19 +42,19 @@ class FakeClocks:
         self.kept_s: list[float] = []
         self.gone = False
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
         self.held.append(point.name)
         return point
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         self.held.append("released")
 
-    def keepalive(self, now_s: float) -> None:
+    def send_keepalive(self, now_s: float) -> None:
         self.kept_s.append(now_s)
         if self.gone:
             raise ClockError("let go: too hot")
 
-    def status(self) -> Status:
+    def request_status(self) -> Status:
         return Status(clocks=())
 
 
@@ -62,9 +62,9 @@ def test_what_a_host_cannot_measure_is_none(tree: Tree):
     """With memory alone, every other reading is None, and a task's energy is unknown, never 0."""
     device = LinuxDevice(tree.root)
     assert device.memory_bytes == 2000 * 1024
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert reading == Reading(available_bytes=500 * 1024)
-    cost = device.cost(Work(flops=1e9), Cost(duration_s=3.0))
+    cost = device.task_cost(Work(flops=1e9), Cost(duration_s=3.0))
     assert (cost.duration_s, cost.energy_j, cost.energy_source) == (3.0, None, None)
 
 
@@ -75,21 +75,21 @@ def test_temperature_is_the_hottest_sensor_that_is_on(tree: Tree):
     """A sensor that is off says -256; one that does not answer is left out."""
     for number, text in enumerate(("41500", "-256000", "not ready", "38000")):
         tree.write(f"sys/class/thermal/thermal_zone{number}/temp", text)
-    assert LinuxDevice(tree.root).read(0.0).temperature_c == 41.5
+    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 41.5
 
 
 def test_sensors_that_are_all_off_tell_no_temperature(tree: Tree):
     """Not -256, and not the 200 that no processor lives to tell."""
     tree.write("sys/class/thermal/thermal_zone0/temp", "-256000")
     tree.write("sys/class/thermal/thermal_zone1/temp", "200000")
-    assert LinuxDevice(tree.root).read(0.0).temperature_c is None
+    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c is None
 
 
 def test_the_processors_own_sensor_counts_and_a_disks_does_not(tree: Tree):
     """Most PCs have no thermal zone for the processor."""
     tree.files("sys/class/hwmon/hwmon0", name="coretemp", temp1_input=62_000, temp2_input=58_000)
     tree.files("sys/class/hwmon/hwmon1", name="nvme", temp1_input=71_000)
-    assert LinuxDevice(tree.root).read(0.0).temperature_c == 62.0
+    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 62.0
 
 
 def test_memory_pressure_is_a_share(tree: Tree):
@@ -98,9 +98,9 @@ def test_memory_pressure_is_a_share(tree: Tree):
         "proc/pressure/memory",
         "some avg10=2.50 avg60=0.10 avg300=0.00 total=1\nfull avg10=9.00 avg60=0 avg300=0 total=0",
     )
-    assert LinuxDevice(tree.root).read(0.0).memory_pressure == pytest.approx(0.025)
+    assert LinuxDevice(tree.root).read_sensors(0.0).memory_pressure == pytest.approx(0.025)
     tree.write("proc/pressure/memory", "some avg10=soon")
-    assert LinuxDevice(tree.root).read(0.0).memory_pressure is None
+    assert LinuxDevice(tree.root).read_sensors(0.0).memory_pressure is None
 
 
 def test_a_control_groups_limit_is_the_hosts_memory(tree: Tree):
@@ -111,17 +111,17 @@ def test_a_control_groups_limit_is_the_hosts_memory(tree: Tree):
     tree.write("sys/fs/cgroup/box/memory.stat", f"anon 1\ninactive_file {100 * 1024}\nactive_file 7")
     device = LinuxDevice(tree.root)
     assert device.memory_bytes == 1000 * 1024
-    assert device.read(0.0).available_bytes == 200 * 1024
+    assert device.read_sensors(0.0).available_bytes == 200 * 1024
 
 
 def test_a_group_over_its_limit_has_nothing_left(tree: Tree):
     """Never below 0; and a group above the host's memory limits nothing."""
     tree.write("proc/self/cgroup", "0::/")
     tree.files("sys/fs/cgroup", **{"memory.max": 4096, "memory.current": 8192})
-    assert LinuxDevice(tree.root).read(0.0).available_bytes == 0
+    assert LinuxDevice(tree.root).read_sensors(0.0).available_bytes == 0
     tree.files("sys/fs/cgroup", **{"memory.max": 2**40, "memory.current": 8192})
     device = LinuxDevice(tree.root)
-    assert (device.memory_bytes, device.read(0.0).available_bytes) == (2000 * 1024, 500 * 1024)
+    assert (device.memory_bytes, device.read_sensors(0.0).available_bytes) == (2000 * 1024, 500 * 1024)
 
 
 def test_a_group_outside_the_tree_is_not_followed(tree: Tree):
@@ -137,14 +137,14 @@ def test_a_file_without_the_right_to_read_it_is_unknown(tree: Tree):
     """As RAPL's counters are for all but root."""
     tree.rapl("0", "package-0", 0)
     (tree.root / "sys/class/powercap/intel-rapl:0/energy_uj").chmod(0)
-    assert LinuxDevice(tree.root).read(1.0).energy_j is None
+    assert LinuxDevice(tree.root).read_sensors(1.0).energy_j is None
 
 
 def test_a_folder_where_a_file_should_be_is_unknown(tree: Tree):
     """It opens, and reading it fails: so do sensors that are switched off."""
     (tree.root / "sys/class/thermal/thermal_zone0/temp").mkdir(parents=True)
     tree.write("sys/class/thermal/thermal_zone1/temp", "30000")
-    assert LinuxDevice(tree.root).read(0.0).temperature_c == 30.0
+    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 30.0
 
 
 def test_the_board_is_called_what_its_firmware_calls_it(tree: Tree):
@@ -163,7 +163,7 @@ def test_the_device_tree_is_read_where_the_kernel_promises_it(tree: Tree):
     device = detect(tree.root)
     assert device is not None
     assert device.board == "Some Board Rev 1.0"
-    assert device.provenance == profiles.load("raspberry-pi-5").provenance()
+    assert device.provenance == profiles.load_board_profile("raspberry-pi-5").provenance()
 
 
 # -- points and clocks ----------------------------------------------------------------------------
@@ -179,29 +179,29 @@ def test_points_are_never_invented(tree: Tree):
 def test_a_recorded_profile_gives_the_points_that_the_board_lists(tree: Tree):
     """2 GHz is not listed any more: a point that cannot be held is none."""
     tree.cores("1000000 1500000")
-    device = LinuxDevice(tree.root, profile=profiles.parse(OWN, "own"))
+    device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"))
     assert [(point.name, point.cpu_hz, point.busy_w) for point in device.points] == [("slow", 1e9, 3.0)]
     assert (device.idle_w, device.provenance, device.adjustable) == (2.0, "measured", False)
 
 
 def test_without_a_helper_no_clock_is_set(tree: Tree):
     """The message says what to start; letting go of nothing is nothing."""
-    device = LinuxDevice(tree.root, profile=profiles.parse(OWN, "own"))
+    device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"))
     with pytest.raises(ClockError, match="start `fedquilt clocks`"):
-        device.hold(device.points[0])
-    device.release()
+        device.pin_clocks(device.points[0])
+    device.unpin_clocks()
 
 
 def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
     """Only the board's own points are asked for; every reading is a sign of life, with the reading's own time."""
     clocks = FakeClocks()
-    device = LinuxDevice(tree.root, profile=profiles.parse(OWN, "own"), clocks=clocks)
+    device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
     assert device.adjustable
-    assert device.hold(device.points[1]).name == "slow"
+    assert device.pin_clocks(device.points[1]).name == "slow"
     with pytest.raises(ClockError, match="no operating point 'warp'"):
-        device.hold(OperatingPoint(name="warp"))
-    device.read(7.0)
-    device.release()
+        device.pin_clocks(OperatingPoint(name="warp"))
+    device.read_sensors(7.0)
+    device.unpin_clocks()
     assert (clocks.held, clocks.kept_s) == (["slow", "released"], [7.0])
 
 
@@ -210,17 +210,17 @@ def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pyte
     clocks = FakeClocks()
     clocks.gone = True
     device = LinuxDevice(tree.root, clocks=clocks)
-    assert device.read(1.0).available_bytes == 500 * 1024
+    assert device.read_sensors(1.0).available_bytes == 500 * 1024
     assert "let go: too hot" in caplog.text
 
 
 def test_the_device_tells_whether_it_is_still_held(tree: Tree):
     """From a hold until it is given back, or until a sign of life is answered that the helper has let go."""
     clocks = FakeClocks()
-    device = LinuxDevice(tree.root, profile=profiles.parse(OWN, "own"), clocks=clocks)
+    device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
     assert not device.holds
-    device.hold(device.points[0])
-    device.read(1.0)
+    device.pin_clocks(device.points[0])
+    device.read_sensors(1.0)
     assert device.holds
     device.release()
     assert not device.holds
@@ -236,6 +236,6 @@ def test_a_raspberry_pi_has_its_profile(tree: Tree):
     tree.cores("1500000 1600000 1700000 1800000 1900000 2000000 2100000 2200000 2300000 2400000")
     device = detect(tree.root)
     assert device is not None
-    shipped = profiles.load("raspberry-pi-5")
+    shipped = profiles.load_board_profile("raspberry-pi-5")
     assert {point.name for point in shipped.points} & {point.name for point in device.points}
     assert device.provenance == shipped.provenance()

@@ -21,9 +21,9 @@ def test_energy_is_counted_from_the_start_across_a_wrap(tree: Tree):
     tree.rapl("0", "package-0", 900)
     device = LinuxDevice(tree.root)
     tree.rapl("0", "package-0", 990)
-    before = device.read(10.0)
+    before = device.read_sensors(10.0)
     tree.rapl("0", "package-0", 40)
-    after = device.read(12.0)
+    after = device.read_sensors(12.0)
     assert before.energy_j == pytest.approx(90e-6)
     assert after.energy_j == pytest.approx(140e-6)
     assert (before.power_w, after.power_w) == (None, pytest.approx(25e-6))
@@ -38,7 +38,7 @@ def test_packages_and_memory_are_summed_and_nothing_twice(tree: Tree):
     device = LinuxDevice(tree.root)
     for (number, name), spent in zip(zones.items(), (10, 500, 1, 20, 900), strict=True):
         tree.rapl(number, name, spent)
-    assert device.read(1.0).energy_j == pytest.approx(31e-6)
+    assert device.read_sensors(1.0).energy_j == pytest.approx(31e-6)
 
 
 def test_one_unreadable_package_makes_energy_unknown(tree: Tree):
@@ -46,7 +46,7 @@ def test_one_unreadable_package_makes_energy_unknown(tree: Tree):
     tree.rapl("0", "package-0", 0)
     tree.rapl("1", "package-1", 0)
     (tree.root / "sys/class/powercap/intel-rapl:1/energy_uj").unlink()
-    assert LinuxDevice(tree.root).read(1.0).energy_j is None
+    assert LinuxDevice(tree.root).read_sensors(1.0).energy_j is None
 
 
 def test_a_wrap_without_a_range_makes_energy_unknown(tree: Tree):
@@ -55,7 +55,7 @@ def test_a_wrap_without_a_range_makes_energy_unknown(tree: Tree):
     (tree.root / "sys/class/powercap/intel-rapl:0/max_energy_range_uj").unlink()
     device = LinuxDevice(tree.root)
     tree.write("sys/class/powercap/intel-rapl:0/energy_uj", 40)
-    assert device.read(1.0).energy_j is None
+    assert device.read_sensors(1.0).energy_j is None
 
 
 def test_time_that_goes_back_gives_no_power_and_no_crash(tree: Tree):
@@ -65,7 +65,7 @@ def test_time_that_goes_back_gives_no_power_and_no_crash(tree: Tree):
     powers, energies = [], []
     for now_s, count in ((100.0, 1_000_000), (50.0, 2_000_000), (50.0, 2_500_000), (51.0, 3_500_000)):
         tree.rapl("0", "package-0", count, 10**9)
-        reading = device.read(now_s)
+        reading = device.read_sensors(now_s)
         powers.append(reading.power_w)
         energies.append(reading.energy_j)
     assert powers == [None, None, None, 1.0]
@@ -80,7 +80,7 @@ def test_hwmon_rails_are_named_by_chip_and_label(tree: Tree):
     tree.files("sys/class/hwmon/hwmon0", name="amdgpu", power1_label="PPT", power1_input=15_000_000)
     tree.files("sys/class/hwmon/hwmon1", name="amdgpu", power1_label="PPT", power1_average=7_000_000)
     tree.files("sys/class/hwmon/hwmon2", name="ina226", power1_input="not ready")
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert reading.rails_w == {"amdgpu PPT": 15.0, "amdgpu PPT (hwmon1)": 7.0}
     assert (reading.power_w, reading.energy_source) == (None, None)
 
@@ -88,7 +88,7 @@ def test_hwmon_rails_are_named_by_chip_and_label(tree: Tree):
 def test_an_averaged_channel_is_read_once(tree: Tree):
     """power1_average and power1_input are one sensor; the average is the steadier one."""
     tree.files("sys/class/hwmon/hwmon0", name="chip", power1_average=2_000_000, power1_input=9_000_000)
-    assert LinuxDevice(tree.root).read(0.0).rails_w == {"chip power1": 2.0}
+    assert LinuxDevice(tree.root).read_sensors(0.0).rails_w == {"chip power1": 2.0}
 
 
 def test_an_energy_sensor_gives_watts_from_one_reading_to_the_next(tree: Tree):
@@ -96,17 +96,17 @@ def test_an_energy_sensor_gives_watts_from_one_reading_to_the_next(tree: Tree):
     chip = "sys/class/hwmon/hwmon0"
     tree.files(chip, name="amd_energy", energy1_label="Esocket0", energy1_input=1_000_000)
     device = LinuxDevice(tree.root)
-    assert device.read(1.0).rails_w == {}
+    assert device.read_sensors(1.0).rails_w == {}
     tree.write(f"{chip}/energy1_input", 7_000_000)
-    assert device.read(3.0).rails_w == {"amd_energy Esocket0": 3.0}
+    assert device.read_sensors(3.0).rails_w == {"amd_energy Esocket0": 3.0}
     tree.write(f"{chip}/energy1_input", 100)
-    assert device.read(4.0).rails_w == {}
+    assert device.read_sensors(4.0).rails_w == {}
 
 
 def test_a_meter_of_the_whole_machine_is_its_power(tree: Tree):
     """ACPI's power meter sees the power supply."""
     tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=120_000_000)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.energy_source) == (120.0, "hwmon power_meter power1")
 
 
@@ -114,18 +114,18 @@ def test_a_laptop_on_its_battery_tells_what_it_takes(tree: Tree):
     """9 W flow out, written with or without a minus; 30 of 40 Wh are left."""
     tree.files(BATTERY, type="Battery", status="Discharging", power_now=9_000_000)
     tree.files(BATTERY, energy_now=30_000_000, energy_full=40_000_000)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.energy_source) == (9.0, "battery")
     assert (reading.battery, reading.charging) == (0.75, False)
     tree.write(f"{BATTERY}/power_now", -9_000_000)
-    assert LinuxDevice(tree.root).read(0.0).power_w == 9.0
+    assert LinuxDevice(tree.root).read_sensors(0.0).power_w == 9.0
 
 
 def test_volts_and_amperes_do_where_no_power_is_told(tree: Tree):
     """12 V times 0.5 A is 6 W; charge in ampere-hours gives the same share as energy would."""
     tree.files(BATTERY, type="Battery", status="Discharging", voltage_now=12_000_000, current_now=-500_000)
     tree.files(BATTERY, charge_now=1_000_000, charge_full=4_000_000)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.battery) == (6.0, 0.25)
 
 
@@ -135,7 +135,7 @@ def test_volts_and_amperes_do_where_no_power_is_told(tree: Tree):
 def test_on_the_mains_a_battery_does_not_tell_the_power(tree: Tree, status: str, charging: bool | None):
     """What flows into a battery is not what the host takes."""
     tree.files(BATTERY, type="Battery", status=status, power_now=20_000_000, capacity=80)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.battery, reading.charging) == (None, 0.8, charging)
 
 
@@ -143,7 +143,7 @@ def test_a_mouse_is_not_the_hosts_battery(tree: Tree):
     """Its scope is Device; the mains are no battery either."""
     tree.files("sys/class/power_supply/hid-1", type="Battery", scope="Device", capacity=10, status="Discharging")
     tree.files("sys/class/power_supply/AC", type="Mains", online=1)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.battery, reading.charging) == (None, None)
 
 
@@ -151,7 +151,7 @@ def test_one_battery_that_does_not_say_makes_their_power_unknown(tree: Tree):
     """Two batteries feed the host and one of them tells 5 W: that is not the host's power. Charge is their mean."""
     tree.files(BATTERY, type="Battery", status="Discharging", power_now=5_000_000, capacity=40)
     tree.files("sys/class/power_supply/BAT1", type="Battery", status="Discharging", capacity=60)
-    reading = LinuxDevice(tree.root).read(0.0)
+    reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.battery) == (None, pytest.approx(0.5))
 
 
@@ -162,8 +162,8 @@ def test_a_meter_of_the_whole_machine_wins_over_the_processors_counter(tree: Tre
     device, ledger = LinuxDevice(tree.root), Ledger(0.0)
     for second in range(3):
         tree.rapl("0", "package-0", 15_000_000 * second, 10**9)
-        ledger = ledger.seen(float(second), device.read(float(second)))
-    cost = ledger.cost(2.0, None)
+        ledger = ledger.with_reading(float(second), device.read_sensors(float(second)))
+    cost = ledger.cost_until(2.0, None)
     assert cost.energy_j == 120.0
     assert cost.energy_source == "hwmon power_meter power1, 1 Hz, trapezoids"
 
@@ -173,9 +173,9 @@ def test_energy_and_power_of_a_reading_are_one_meters(tree: Tree):
     tree.files(BATTERY, type="Battery", status="Discharging", power_now=9_000_000)
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root)
-    device.read(0.0)
+    device.read_sensors(0.0)
     tree.rapl("0", "package-0", 4_000_000, 10**9)
-    reading = device.read(1.0)
+    reading = device.read_sensors(1.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (9.0, None, "battery")
     assert reading.rails_w == {"rapl": 4.0}
 
@@ -199,7 +199,7 @@ def test_the_owners_meter_goes_before_all_that_cover_as_much(tree: Tree):
     tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=60_000_000)
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root, own=Plug(Power(70.0, "plug", energy_j=5.0)))
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (70.0, 5.0, "plug")
     assert reading.rails_w["power_meter power1"] == 60.0
 
@@ -209,7 +209,7 @@ def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
     tree.rapl("0", "package-0", 0, 10**9)
     rail = Plug(Power(3.0, "usb port 2"))
     rail.covers = "rail"
-    reading = LinuxDevice(tree.root, own=rail).read(0.0)
+    reading = LinuxDevice(tree.root, own=rail).read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
     assert reading.rails_w == {"usb port 2": 3.0}
 
@@ -219,10 +219,10 @@ def test_a_meter_that_falls_silent_is_waited_for_before_a_narrower_one_stands_in
     tree.rapl("0", "package-0", 0, 10**9)
     plug = Plug(Power(70.0, "plug"))
     device = LinuxDevice(tree.root, own=plug)
-    assert device.read(0.0).energy_source == "plug"
+    assert device.read_sensors(0.0).energy_source == "plug"
     plug.said = Power()
-    assert device.read(0.5) == Reading(available_bytes=500 * 1024, rails_w=device.read(0.6).rails_w)
-    assert device.read(PATIENCE_S + 1.0).energy_source == "rapl"
+    assert device.read_sensors(0.5) == Reading(available_bytes=500 * 1024, rails_w=device.read_sensors(0.6).rails_w)
+    assert device.read_sensors(PATIENCE_S + 1.0).energy_source == "rapl"
 
 
 @pytest.mark.parametrize("said", [ValueError("no such plug"), Power(-1.0, "plug"), Power(float("nan"), "plug")])
@@ -232,7 +232,7 @@ def test_a_meter_that_fails_or_says_nonsense_is_passed_over(
     """The agent goes on with the next widest, and the log says once what the meter raised."""
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root, own=Plug(said))
-    assert [device.read(at_s).energy_source for at_s in (0.0, 1.0)] == ["rapl", "rapl"]
+    assert [device.read_sensors(at_s).energy_source for at_s in (0.0, 1.0)] == ["rapl", "rapl"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == isinstance(said, Exception)
     assert all("Plug" in line and "no such plug" in line for line in told)

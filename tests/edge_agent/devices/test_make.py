@@ -15,33 +15,33 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.edge_agent.devices.linux import LinuxDevice
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
     """The message names the way out: a simulated board."""
     with pytest.raises(JobError, match="name a profile to simulate"):
-        devices.make("auto", tmp_path)
+        devices.create_device("auto", tmp_path)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("")
     with pytest.raises(JobError, match="does not tell the memory"):
-        devices.make("auto", tmp_path)
+        devices.create_device("auto", tmp_path)
 
 
 def test_auto_is_this_host():
     """The real tree: memory is known, and what is available is no more than there is."""
-    device = devices.make("auto")
-    available = device.read(0.0).available_bytes
+    device = devices.create_device("auto")
+    available = device.read_sensors(0.0).available_bytes
     assert available is not None
     assert 0 < available <= device.memory_bytes
 
 
 def test_a_jetson_is_a_jetson_before_it_is_a_linux(tree: Tree, tmp_path_factory: pytest.TempPathFactory):
     """Any Linux is the last resort."""
-    assert type(devices.make("auto", tree.root)) is LinuxDevice
+    assert type(devices.create_device("auto", tree.root)) is LinuxDevice
     board = tmp_path_factory.mktemp("board")
-    plant(board, "jetson-tx2", jetpack=4)
-    assert type(devices.make("auto", board)) is JetsonDevice
+    write_fake_board(board, "jetson-tx2", jetpack=4)
+    assert type(devices.create_device("auto", board)) is JetsonDevice
 
 
 class Helper:
@@ -53,17 +53,17 @@ class Helper:
 
 def test_the_clock_helper_is_asked_for_once_and_may_be_absent(tree: Tree):
     """Without it, the board is read and not set."""
-    assert not devices.make("auto", tree.root, connect=lambda: None).adjustable
-    assert devices.make("auto", tree.root, connect=Helper).adjustable
+    assert not devices.create_device("auto", tree.root, connect=lambda: None).adjustable
+    assert devices.create_device("auto", tree.root, connect=Helper).adjustable
 
 
 def test_a_profile_of_this_board_goes_before_the_shipped_one(tmp_path: Path):
     """And none is taken for a board that is simulated from another."""
-    plant(tmp_path, "jetson-nano", jetpack=4)
-    own = profiles.load("x86-host")
-    assert devices.make("auto", tmp_path, profile=own).idle_w == (own.idle_w.value if own.idle_w else None)
+    write_fake_board(tmp_path, "jetson-nano", jetpack=4)
+    own = profiles.load_board_profile("x86-host")
+    assert devices.create_device("auto", tmp_path, profile=own).idle_w == (own.idle_w.value if own.idle_w else None)
     with pytest.raises(JobError, match="leave `profile` out"):
-        devices.make("jetson-tx2", profile=own)
+        devices.create_device("jetson-tx2", profile=own)
 
 
 def test_devices_need_no_numpy():

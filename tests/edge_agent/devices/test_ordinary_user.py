@@ -18,7 +18,7 @@ from fedquilt.edge_agent.clocks import controls, modes
 from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.profiles.layouts import BOARDS
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.doctor import facts, machine
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
@@ -60,7 +60,7 @@ def planted(user: User) -> Callable[..., tuple[Path, Path]]:
     def both(board: str, jetpack: int) -> tuple[Path, Path]:
         seen, whole = user.folder / "seen", user.folder / "whole"
         for root in (seen, whole):
-            plant(root, board, jetpack)
+            write_fake_board(root, board, jetpack)
         user.shut(seen / DEBUG)
         return seen, whole
 
@@ -68,7 +68,7 @@ def planted(user: User) -> Callable[..., tuple[Path, Path]]:
 
 
 def board_of(root: Path, connect: Callable[[], Any] = lambda: None) -> Device:
-    return devices.make("auto", root, connect=connect)
+    return devices.create_device("auto", root, connect=connect)
 
 
 def shown(points: tuple[OperatingPoint, ...]) -> list[Any]:
@@ -79,7 +79,7 @@ def reads_all(seen: Path) -> Any:
     assert not os.access(seen / DEBUG, os.R_OK)
     device = board_of(seen)
     assert isinstance(device, JetsonDevice)
-    return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read(0.0)]
+    return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read_sensors(0.0)]
 
 
 @every_board
@@ -87,7 +87,7 @@ def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str,
     """Power, heat, memory, mode and the point of that mode are root's."""
     seen, whole = planted(board, jetpack)
     device = board_of(whole)
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert isinstance(device, JetsonDevice)
     mode, memory_bytes, points, told = user.does(reads_all, seen)
     assert (mode, memory_bytes) == (device.mode, device.memory_bytes)
@@ -96,8 +96,8 @@ def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str,
 
 
 def finds_levers(seen: Path) -> Any:
-    found = controls.discover(seen)
-    assert [lever.name for lever in found.hidden] == ["emc"]
+    found = controls.discover_controls(seen)
+    assert [lever.name for lever in found.hidden_controls] == ["emc"]
     return [[lever.name, lever.listed] for lever in found.found]
 
 
@@ -106,22 +106,23 @@ def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, plant
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)
     as_root = [
-        [lever.name, [] if lever.kind == "emc" else list(lever.listed)] for lever in controls.discover(whole).found
+        [lever.name, [] if lever.kind == "emc" else list(lever.listed)]
+        for lever in controls.discover_controls(whole).found
     ]
     assert user.does(finds_levers, seen) == as_root
-    assert controls.discover(whole).hidden == ()
+    assert controls.discover_controls(whole).hidden_controls == ()
 
 
 def holds_one(seen: Path, socket: Path) -> Any:
     device = board_of(seen, lambda: Clocks.connect(socket))
     point = next(point for point in reversed(device.points) if point.emc_hz is not None)
-    held = device.hold(point)
-    device.release()
+    held = device.pin_clocks(point)
+    device.unpin_clocks()
     assert (held.cpu_hz, held.gpu_hz, held.emc_hz) == (point.cpu_hz, point.gpu_hz, point.emc_hz)
     return shown(device.points)
 
 
-@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.names()])
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.board_names()])
 def test_with_the_helper_a_board_has_every_point_that_root_sees(user: User, planted: Any, board: str, jetpack: int):
     """To the hertz, the memory's clocks too; and the helper holds one of them for the user."""
     seen, whole = planted(board, jetpack)
@@ -146,7 +147,7 @@ def reads_thrice(seen: Path) -> Any:
     device = board_of(seen, Unheard)
     for second in range(3):
         assert device.points
-        device.read(float(second))
+        device.read_sensors(float(second))
     return [Handler.said, shown(device.points)]
 
 
@@ -163,8 +164,8 @@ def test_a_helper_that_cannot_read_the_lists_either_is_no_error(user: User, plan
 def is_refused(seen: Path, socket: Path) -> Any:
     device = board_of(seen, lambda: Clocks.connect(socket))
     with pytest.raises(ClockError, match="only read"):
-        device.hold(device.points[0])
-    return [device.adjustable, facts._helper(socket)]
+        device.pin_clocks(device.points[0])
+    return [device.adjustable, facts._read_helper_status(socket)]
 
 
 def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: User, planted: Any):
@@ -184,17 +185,17 @@ def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: Us
 def looked_at(root: Path) -> Any:
     """Read a board, its clocks and what the doctor asks about; numbers of findings that are not ok."""
     device = board_of(root)
-    device.read(0.0)
-    device.read(1.0)
-    controls.discover(root).settings(None)
-    controls.hottest_c(root)
-    seen = facts.look(root, 1.8e9, 0.0)
-    return [one.number for one in machine.check(seen) if one.severity == "error"]
+    device.read_sensors(0.0)
+    device.read_sensors(1.0)
+    controls.discover_controls(root).read_state(None)
+    controls.hottest_zone_c(root)
+    seen = facts.read_machine(root, 1.8e9, 0.0)
+    return [one.number for one in machine.check_machine(seen) if one.severity == "error"]
 
 
 def richly(root: Path, board: str, jetpack: int) -> None:
     """A board with everything else that is read on some host."""
-    plant(root, board, jetpack)
+    write_fake_board(root, board, jetpack)
     for folder, files in {
         "sys/class/powercap/intel-rapl:0": {"name": "package-0", "energy_uj": 5, "max_energy_range_uj": 100},
         "sys/class/power_supply/BAT0": {"type": "Battery", "status": "Discharging", "power_now": 5},
@@ -234,10 +235,10 @@ def test_any_folder_may_be_shut(user: User, board: str, jetpack: int):
 def reads_what_is_left(root: Path) -> Any:
     assert looked_at(root) == []
     device = board_of(root)
-    reading = device.read(0.0)
+    reading = device.read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
     assert reading.available_bytes is not None
-    return [shown(device.points), modes.present(root)]
+    return [shown(device.points), modes.read_mode_name(root)]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx2", 4), ("jetson-orin-nx", 6)])
@@ -255,7 +256,7 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
 
 def asks_for_the_mode(root: Path) -> Any:
     device = board_of(root)
-    told = {one.number: one.sentence for one in machine.check(facts.look(root, 1.8e9, 0.0))}
+    told = {one.number: one.sentence for one in machine.check_machine(facts.read_machine(root, 1.8e9, 0.0))}
     assert isinstance(device, JetsonDevice)
     return [device.mode, len(device.points) > 1, told["FQ160"]]
 
@@ -263,7 +264,7 @@ def asks_for_the_mode(root: Path) -> Any:
 def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
     """nvpmodel's catalogue says MAXN, and what it was set to is root's to know; the helper would tell."""
     root = user.folder / "board"
-    plant(root, "jetson-tx2", 4)
+    write_fake_board(root, "jetson-tx2", 4)
     user.shut(root / "var/lib/nvpmodel/status")
     mode, several, said = user.does(asks_for_the_mode, root)
     assert (mode, several) == (None, True)
@@ -279,6 +280,6 @@ def is_no_board(root: Path) -> str:
 def test_a_memory_file_that_may_not_be_read_is_told(user: User):
     """Without it there is no board."""
     root = user.folder / "board"
-    plant(root, "jetson-tx2", 4)
+    write_fake_board(root, "jetson-tx2", 4)
     user.shut(root / "proc/meminfo")
     assert "does not tell the memory of this host" in user.does(is_no_board, root)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.core import Cost, Reading
-from fedquilt.edge_agent.power.energy import Ledger, total
+from fedquilt.edge_agent.power.energy import Ledger, total_cost
 
 
 def powers(*samples: tuple[float, float | None]) -> Ledger:
     ledger = Ledger(0.0)
     for at_s, watts in samples:
-        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
     return ledger
 
 
 def counters(*samples: tuple[float, float]) -> Ledger:
     ledger = Ledger(0.0)
     for at_s, joules in samples:
-        ledger = ledger.seen(at_s, Reading(energy_j=joules, energy_source="rapl"))
+        ledger = ledger.with_reading(at_s, Reading(energy_j=joules, energy_source="rapl"))
     return ledger
 
 
 def test_powers_are_integrated_by_trapezoids() -> None:
     """2 W to 4 W in half a second are 1.5 J, 4 W to 4 W another 2 J; the left and right rectangles differ by 1 J."""
-    cost = powers((0.0, 2.0), (0.5, 4.0), (1.0, 4.0)).cost(1.0, idle_w=1.0, point="MAXN")
+    cost = powers((0.0, 2.0), (0.5, 4.0), (1.0, 4.0)).cost_until(1.0, idle_w=1.0, point="MAXN")
     assert cost == Cost(
         duration_s=1.0,
         energy_j=1.5 + 2.0,
@@ -37,7 +37,7 @@ def test_powers_are_integrated_by_trapezoids() -> None:
 
 def test_a_constant_power_has_no_error() -> None:
     """5 W for a second."""
-    cost = powers(*((i / 10, 5.0) for i in range(11))).cost(1.0, None)
+    cost = powers(*((i / 10, 5.0) for i in range(11))).cost_until(1.0, None)
     assert cost.energy_j == pytest.approx(5.0)
     assert cost.energy_error_j == pytest.approx(0.0)
     assert cost.energy_source == "ina3221 VDD_IN, 10 Hz, trapezoids"
@@ -46,7 +46,7 @@ def test_a_constant_power_has_no_error() -> None:
 
 def test_the_bound_holds_for_any_power_that_only_rises() -> None:
     """t squared from 0 to 2 s, sampled each half second: the integral is 8/3, the trapezoids say 2.75."""
-    cost = powers(*((t, t * t) for t in (0.0, 0.5, 1.0, 1.5, 2.0))).cost(2.0, None)
+    cost = powers(*((t, t * t) for t in (0.0, 0.5, 1.0, 1.5, 2.0))).cost_until(2.0, None)
     assert cost.energy_j == pytest.approx(2.75)
     assert cost.energy_error_j == pytest.approx(1.0)
     assert cost.energy_error_j is not None
@@ -55,34 +55,34 @@ def test_the_bound_holds_for_any_power_that_only_rises() -> None:
 
 def test_what_is_before_the_first_and_after_the_last_reading_is_held_and_counts_in_full_into_the_bound() -> None:
     """0.2 s at 3 W and 0.3 s at 5 W were not watched: 2.1 J of 0.8 * 4 + 2.1."""
-    cost = powers((0.2, 3.0), (1.0, 5.0)).cost(1.3, None)
+    cost = powers((0.2, 3.0), (1.0, 5.0)).cost_until(1.3, None)
     assert cost.energy_j == pytest.approx(0.6 + 3.2 + 1.5)
     assert cost.energy_error_j == pytest.approx(2.1 + 0.8)
 
 
 def test_a_gap_counts_in_full_into_the_bound() -> None:
     """3 s between two readings of 4 W: anything may have been in between."""
-    cost = powers((0.0, 4.0), (3.0, 4.0)).cost(3.0, None)
+    cost = powers((0.0, 4.0), (3.0, 4.0)).cost_until(3.0, None)
     assert (cost.energy_j, cost.energy_error_j) == (12.0, 12.0)
 
 
 def test_missing_and_unreadable_readings_are_bridged() -> None:
     """None and not-a-number say nothing: the trapezoid is from 0 to 0.3 s."""
-    cost = powers((0.0, 2.0), (0.1, None), (0.2, float("nan")), (0.3, 4.0)).cost(0.3, None)
+    cost = powers((0.0, 2.0), (0.1, None), (0.2, float("nan")), (0.3, 4.0)).cost_until(0.3, None)
     assert cost.energy_j == pytest.approx(0.9)
     assert cost.energy_error_j == pytest.approx(0.3)
 
 
 def test_time_that_goes_backwards_is_ignored() -> None:
     """A reading of the past, or a second one of the same moment, adds nothing."""
-    cost = powers((0.0, 2.0), (1.0, 2.0), (0.5, 100.0), (1.0, 100.0), (2.0, 2.0)).cost(2.0, None)
+    cost = powers((0.0, 2.0), (1.0, 2.0), (0.5, 100.0), (1.0, 100.0), (2.0, 2.0)).cost_until(2.0, None)
     assert cost.energy_j == 4.0
-    assert powers((5.0, 2.0)).cost(-1.0, idle_w=1.0).duration_s == 0.0
+    assert powers((5.0, 2.0)).cost_until(-1.0, idle_w=1.0).duration_s == 0.0
 
 
 def test_counters_are_differenced_and_may_lag_by_one_interval() -> None:
     """7 J from 100 to 107; the most that came at once, 4 J, is how far behind it may be."""
-    cost = counters((0.0, 100.0), (1.0, 103.0), (2.0, 107.0)).cost(2.0, None)
+    cost = counters((0.0, 100.0), (1.0, 103.0), (2.0, 107.0)).cost_until(2.0, None)
     assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (7.0, 4.0, "rapl, counter")
 
 
@@ -90,13 +90,13 @@ def test_a_counter_is_preferred_to_a_power() -> None:
     """It misses nothing between two readings."""
     ledger = Ledger(0.0)
     for at_s, joules in ((0.0, 0.0), (1.0, 9.0)):
-        ledger = ledger.seen(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
-    assert ledger.cost(1.0, None).energy_j == 9.0
+        ledger = ledger.with_reading(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
+    assert ledger.cost_until(1.0, None).energy_j == 9.0
 
 
 def test_a_counter_that_falls_is_waited_for() -> None:
     """5 J, then nonsense, then 8 J: what came from the last good reading on is not lost."""
-    cost = counters((0.0, 5.0), (1.0, 0.0), (2.0, 8.0)).cost(2.0, None)
+    cost = counters((0.0, 5.0), (1.0, 0.0), (2.0, 8.0)).cost_until(2.0, None)
     assert cost.energy_j == 3.0
 
 
@@ -104,14 +104,14 @@ def test_readings_of_another_meter_are_passed_over() -> None:
     """60 W of the board, then the processor's 15 W, then 60 W again: 120 J in two seconds, and no mixture."""
     ledger = Ledger(0.0)
     for at_s, watts, source in ((0.0, 60.0, "plug"), (1.0, 15.0, "rapl"), (2.0, 60.0, "plug")):
-        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source=source))
-    cost = ledger.cost(2.0, None)
+        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=source))
+    cost = ledger.cost_until(2.0, None)
     assert (cost.energy_j, cost.energy_source) == (120.0, "plug, 0.5 Hz, trapezoids")
 
 
 def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
     """2 J in the last second, so 1 J in the half second after it."""
-    cost = counters((0.0, 0.0), (1.0, 2.0)).cost(1.5, None)
+    cost = counters((0.0, 0.0), (1.0, 2.0)).cost_until(1.5, None)
     assert cost.energy_j == pytest.approx(3.0)
     assert cost.energy_error_j == pytest.approx(2.0 + 1.0)
 
@@ -119,14 +119,14 @@ def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
 @pytest.mark.parametrize("ledger", [powers(), powers((0.0, None)), counters((0.0, 7.0))], ids=["", "none", "one"])
 def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: Ledger) -> None:
     """Nor does one reading of a counter tell anything."""
-    cost = ledger.cost(10.0, idle_w=2.0)
+    cost = ledger.cost_until(10.0, idle_w=2.0)
     assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (None, None, None)
     assert cost.idle_j == 20.0
 
 
 def test_one_power_is_held_throughout_and_is_its_own_bound() -> None:
     """A task shorter than the time between two readings."""
-    cost = powers((0.0, 3.0)).cost(0.05, None)
+    cost = powers((0.0, 3.0)).cost_until(0.05, None)
     assert cost.energy_j == cost.energy_error_j == pytest.approx(0.15)
     assert cost.energy_source == "ina3221 VDD_IN, one reading, trapezoids"
 
@@ -134,17 +134,17 @@ def test_one_power_is_held_throughout_and_is_its_own_bound() -> None:
 def test_a_new_stretch_begins_with_the_last_reading() -> None:
     """Nothing between two stretches is lost or counted twice."""
     first = powers((0.0, 2.0), (1.0, 4.0))
-    second = first.again(1.0).seen(2.0, Reading(power_w=4.0))
-    assert first.cost(1.0, None).energy_j == 3.0
-    assert second.cost(2.0, None).energy_j == 4.0
-    assert first.again(1.5).cost(2.0, None).energy_j is None
+    second = first.next_segment(1.0).with_reading(2.0, Reading(power_w=4.0))
+    assert first.cost_until(1.0, None).energy_j == 3.0
+    assert second.cost_until(2.0, None).energy_j == 4.0
+    assert first.next_segment(1.5).cost_until(2.0, None).energy_j is None
 
 
 def test_stretches_are_added_up() -> None:
     """Points in order, each sensor once; what one of them does not know is unknown of all."""
     one = Cost(duration_s=2.0, energy_j=8.0, idle_j=2.0, energy_error_j=1.0, energy_source="rapl", point="MAXQ")
     two = Cost(duration_s=1.0, energy_j=9.0, idle_j=1.0, energy_error_j=0.5, energy_source="rapl", point="MAXN")
-    assert total([one, two]) == Cost(
+    assert total_cost([one, two]) == Cost(
         duration_s=3.0,
         energy_j=17.0,
         idle_j=3.0,
@@ -152,59 +152,59 @@ def test_stretches_are_added_up() -> None:
         energy_source="rapl",
         point="MAXQ, then MAXN",
     )
-    assert total([one, Cost(duration_s=1.0)]).energy_j is None
-    assert total([one, one]).point == "MAXQ"
-    assert total([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
-    assert total([Cost(duration_s=1.0)]).point is None
+    assert total_cost([one, Cost(duration_s=1.0)]).energy_j is None
+    assert total_cost([one, one]).point == "MAXQ"
+    assert total_cost([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
+    assert total_cost([Cost(duration_s=1.0)]).point is None
 
 
 def test_a_meter_that_dies_on_the_way_makes_the_joules_unknown() -> None:
     """Ten seconds of 5 W, then nothing for twenty: nobody knows; a silence of a second is bridged."""
     alive = [(i / 2, 5.0 + i % 2) for i in range(21)]
-    dead = powers(*alive).cost(30.0, idle_w=1.0, point="MAXN")
+    dead = powers(*alive).cost_until(30.0, idle_w=1.0, point="MAXN")
     assert (dead.energy_j, dead.energy_error_j, dead.energy_source) == (None, None, None)
     assert (dead.duration_s, dead.idle_j, dead.point) == (30.0, 30.0, "MAXN")
-    assert powers(*alive).cost(11.0, None).energy_j is not None
-    assert powers(*alive, (30.0, 5.0)).cost(30.5, None).energy_j is None  # nor does it help that it comes back
-    assert powers((6.0, 5.0), (6.5, 5.5)).cost(7.0, None).energy_j is None  # nor that it had not begun
+    assert powers(*alive).cost_until(11.0, None).energy_j is not None
+    assert powers(*alive, (30.0, 5.0)).cost_until(30.5, None).energy_j is None  # nor does it help that it comes back
+    assert powers((6.0, 5.0), (6.5, 5.5)).cost_until(7.0, None).energy_j is None  # nor that it had not begun
 
 
 def test_a_meter_that_freezes_on_the_way_makes_the_joules_unknown() -> None:
     """It moved with every reading for ten seconds, and then told one value for twenty; so with a counter."""
     moving = [(i / 2, 5.0 + i % 2) for i in range(21)]
     frozen = [(10.0 + i / 2, 6.0) for i in range(1, 41)]
-    assert powers(*moving, *frozen[:10]).cost(15.0, None).energy_j is not None
-    assert powers(*moving, *frozen).cost(30.0, None).energy_j is None
+    assert powers(*moving, *frozen[:10]).cost_until(15.0, None).energy_j is not None
+    assert powers(*moving, *frozen).cost_until(30.0, None).energy_j is None
     counted = counters(*((at_s, 5 * at_s) for at_s, _ in moving), *((at_s, 50.0) for at_s, _ in frozen))
-    assert counted.cost(30.0, None).energy_j is None
+    assert counted.cost_until(30.0, None).energy_j is None
 
 
 def test_a_coarse_meter_is_not_taken_for_a_frozen_one() -> None:
     """A plug that tells tenths of a watt stands still for three seconds at a time, and so it may for thirty."""
     readings = [(float(i), 4.7 + 0.1 * (i // 3 % 2)) for i in range(31)]
     still = [(30.0 + i, 4.7) for i in range(1, 31)]
-    assert powers(*readings, *still).cost(60.0, None).energy_j is not None
-    assert powers(*((float(i), 4.7) for i in range(31))).cost(30.0, None).energy_j == pytest.approx(141.0)
+    assert powers(*readings, *still).cost_until(60.0, None).energy_j is not None
+    assert powers(*((float(i), 4.7) for i in range(31))).cost_until(30.0, None).energy_j == pytest.approx(141.0)
 
 
 def test_what_no_board_can_draw_is_passed_over() -> None:
     """Of 5 W boards: 900 W for a moment, and a counter that leaps by 4 kJ and does not come back."""
     ledger = Ledger(0.0, most_w=40.0)
     for at_s, watts in ((0.0, 5.0), (0.5, 900.0), (1.0, -3.0), (1.5, 5.0)):
-        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
-    assert ledger.cost(1.5, None).energy_j == pytest.approx(7.5)
+        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+    assert ledger.cost_until(1.5, None).energy_j == pytest.approx(7.5)
     leap = Ledger(0.0, most_w=40.0)
     for index in range(20):
-        leap = leap.seen(float(index), Reading(energy_j=5.0 * index + (4000.0 if index > 5 else 0.0)))
-    assert leap.cost(19.0, None).energy_j is None
+        leap = leap.with_reading(float(index), Reading(energy_j=5.0 * index + (4000.0 if index > 5 else 0.0)))
+    assert leap.cost_until(19.0, None).energy_j is None
 
 
 def test_a_new_stretch_remembers_how_a_meter_moves() -> None:
     """It froze in the first stretch: the second one is unknown as well."""
     ledger = powers(*((i / 2, 5.0 + i % 2) for i in range(21)))
     for index in range(1, 21):
-        ledger = ledger.seen(10.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
-    second = ledger.again(20.0)
+        ledger = ledger.with_reading(10.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+    second = ledger.next_segment(20.0)
     for index in range(1, 11):
-        second = second.seen(20.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
-    assert second.cost(25.0, None).energy_j is None
+        second = second.with_reading(20.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+    assert second.cost_until(25.0, None).energy_j is None

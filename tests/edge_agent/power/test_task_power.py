@@ -33,35 +33,35 @@ class Board:
     def __init__(self, meter: Meter = healthy) -> None:
         self.meter, self.clocks, self.holds, self.refuses = meter, ["own"], False, ""
 
-    def read(self, now_s: float) -> Reading:
+    def read_sensors(self, now_s: float) -> Reading:
         return self.meter(now_s)
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self.refuses:
             raise ClockError(self.refuses)
         self.clocks.append(point.name)
         self.holds = True
         return point
 
-    def release(self) -> None:
+    def unpin_clocks(self) -> None:
         self.clocks.append("own")
         self.holds = False
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         return measured
 
 
 def worked(board: Board, seconds: float = 60.0, lost_s: float | None = None) -> Spent:
     """A task that takes this long, with all the time there is; from `lost_s` on the clocks are somebody else's."""
     pacer = Pacer(board, Rule())
-    pacer.begin(0.0)
-    pacer.loaded(WORK, 1000.0, Learned(), 0.0)
+    pacer.start_task(0.0)
+    pacer.start_work(WORK, 1000.0, Learned(), 0.0)
     for tenth in range(1, int(10 * seconds)):
         if lost_s is not None and tenth == int(10 * lost_s):
             board.holds = False
-        pacer.sample(tenth / 10)
-        pacer.progress(tenth / (10 * seconds), tenth / 10)
-    return pacer.end(WORK, seconds, seconds)
+        pacer.read_due_sensors(tenth / 10)
+        pacer.report_progress(tenth / (10 * seconds), tenth / 10)
+    return pacer.end_task(WORK, seconds, seconds)
 
 
 def test_a_task_teaches_time_and_power_of_the_point_it_ran_at() -> None:
@@ -136,16 +136,16 @@ def test_a_task_that_is_stepped_up_teaches_both_points() -> None:
     """It takes four times as long as predicted; at the higher clock it is in time."""
     board = Board()
     pacer = Pacer(board, Rule())
-    pacer.begin(0.0)
-    pacer.loaded(WORK, 60.0, Learned(), 0.0)
+    pacer.start_task(0.0)
+    pacer.start_work(WORK, 60.0, Learned(), 0.0)
     done, now_s = 0.0, 0.0
     while done < 1.0:
         now_s = round(now_s + 0.1, 3)
         done += 0.1 / (160.0 if board.clocks[-1] == "slow" else 40.0)
-        pacer.sample(now_s)
+        pacer.read_due_sensors(now_s)
         if done < 1.0:
-            pacer.progress(done, now_s)
-    spent = pacer.end(WORK, now_s, now_s)
+            pacer.report_progress(done, now_s)
+    spent = pacer.end_task(WORK, now_s, now_s)
     assert board.clocks == ["own", "slow", "fast", "own"]
     assert spent.cost.point == "slow, then fast"
     assert spent.learned.time is not None

@@ -27,10 +27,10 @@ from fedquilt.edge_agent.releases.protocol import CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task.protocol import Outcome
-from fedquilt.evaluation import metrics_of
+from fedquilt.evaluation import compute_metrics
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
-FIRST = numpy_engine.init(NETWORK, seed=0)
+FIRST = numpy_engine.init_tensors(NETWORK, seed=0)
 HEAD = {name: np.full_like(FIRST[name], 0.25) for name in ("3.weight", "3.bias")}
 JOB = "digits-1"
 
@@ -46,7 +46,7 @@ def sent() -> bytes:
         "own": {name: FIRST[name] for name in HEAD},
         "model": {name: array for name, array in FIRST.items() if name not in HEAD},
     }
-    return personal.encode(task, onnx_file.write_without_weights(NETWORK), bundles)
+    return personal.encode_personal(task, onnx_file.export_without_weights(NETWORK), bundles)
 
 
 class Place:
@@ -59,7 +59,7 @@ class Place:
         self.private = folder / "private"
 
     def keep(self, kept: dict[str, np.ndarray]) -> Parted:
-        self.private.write_bytes(tensors.encode(kept))
+        self.private.write_bytes(tensors.encode_tensors(kept))
         sha256 = hashlib.sha256(self.private.read_bytes()).hexdigest()
         return Parted(str(self.shared), "d", str(self.private), sha256)
 
@@ -76,9 +76,9 @@ def place(tmp_path: Path, sent: bytes) -> Place:
 
 def accuracy(model: dict[str, np.ndarray]) -> float:
     """Of a network on the held-out digits, by the engine that trains."""
-    _, held = examples.load(DataSpec(**board_data()))
+    _, held = examples.load_share(DataSpec(**board_data()))
     engine = numpy_engine.NumpyEngine(1 << 40, base_bytes=0)
-    return float(metrics_of(engine.evaluate(NETWORK, model, held))["accuracy"])
+    return float(compute_metrics(engine.evaluate(NETWORK, model, held))["accuracy"])
 
 
 def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:
@@ -87,10 +87,10 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
     head = {name: draws.normal(size=array.shape).astype(np.float32) for name, array in HEAD.items()}
     found = place.checked(place.keep(head))
     assert (found.code, found.reason, found.note) == ("ok", "", "")
-    whole = b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, {**FIRST, **head}))
+    whole = b"".join(onnx_fill.fill_graph(personal.read_personal(place.shared).graph.data, {**FIRST, **head}))
     assert place.model.read_bytes() == whole
     assert found.metrics["accuracy"] == pytest.approx(accuracy({**FIRST, **head}))
-    graph_check.of_file(place.model)
+    graph_check.check_file(place.model)
 
 
 def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
@@ -98,7 +98,9 @@ def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Pla
     found = place.checked(Parted(str(place.shared), "d"))
     assert found.code == "ok"
     assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
-    assert place.model.read_bytes() == b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, FIRST))
+    assert place.model.read_bytes() == b"".join(
+        onnx_fill.fill_graph(personal.read_personal(place.shared).graph.data, FIRST)
+    )
 
 
 def test_without_data_it_is_put_together_as_well(place: Place) -> None:
@@ -200,7 +202,7 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     """Before it, there is no model that could be exchanged; what was sent lies beside where it will be."""
     agent = Agent(tmp_path, sent, folder=str(tmp_path / "srv"))
     agent.models.stage(agent.wanted, agent.blob)
-    agent.models.begin_check(agent.wanted)
+    agent.models.start_check(agent.wanted)
     (order,) = agent.checks.orders
     shared = agent.place / "shared.safetensors"
     assert order.parted == Parted(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
@@ -215,16 +217,16 @@ def test_what_runs_is_known_by_what_was_sent_and_the_runner_by_the_file(tmp_path
     agent = Agent(tmp_path, sent)
     agent.models.stage(agent.wanted, agent.blob)
     (agent.place / "model.onnx").write_bytes(b"made here")
-    agent.models.swap(agent.wanted)
+    agent.models.activate(agent.wanted)
     assert agent.wanted.blob is not None
-    assert agent.models.current() == agent.wanted.blob.sha256
+    assert agent.models.current_sha256() == agent.wanted.blob.sha256
     (agent.place / "release.json").write_bytes(b"{")
     again = agent.begin()
-    assert again.current() == agent.wanted.blob.sha256
+    assert again.current_sha256() == agent.wanted.blob.sha256
     made = hashlib.sha256(b"made here").hexdigest()
     served = agent.models.folder / "served.json"
     for model, taken_up in ((made, True), (agent.wanted.blob.sha256, False)):
         served.write_text(f'{{"at": {time.time()}, "model": "{model}", "served": 5}}')
         watched = agent.begin()
-        watched.swap(agent.wanted)
-        assert watched.settled() is taken_up
+        watched.activate(agent.wanted)
+        assert watched.is_settled() is taken_up

@@ -13,7 +13,7 @@ import pytest
 from linear_models import board_data, network
 
 from fedquilt.edge_agent.releases import check
-from fedquilt.edge_agent.releases.judging import judged
+from fedquilt.edge_agent.releases.judging import judge_check
 from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
 from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
 from fedquilt.wire import Limits
@@ -70,7 +70,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
-        assert judged(Limits(), found, None).refused.startswith("its check failed: ")
+        assert judge_check(Limits(), found, None).refused.startswith("its check failed: ")
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
     """A board that serves and has no labelled examples."""
     found = check.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
-    verdict = judged(Limits(min_gain=-0.01), found, None)
+    verdict = judge_check(Limits(min_gain=-0.01), found, None)
     assert verdict.refused == ""
     assert verdict.note == "accuracy was not measured: this device has no [data]"
 
@@ -159,7 +159,7 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
-    assert judged(Limits(), found, None).refused.startswith("its check failed: it was not run")
+    assert judge_check(Limits(), found, None).refused.startswith("its check failed: it was not run")
     assert "deploy it with --input-shape" in found.reason
 
 
@@ -201,7 +201,7 @@ MEASURED = Outcome(
 )
 def test_limits_decide_with_a_sentence(limits: Limits, refused: str) -> None:
     """50 J while a hundred answers were timed."""
-    verdict = judged(limits, MEASURED, answers_j=50.0)
+    verdict = judge_check(limits, MEASURED, answers_j=50.0)
     assert verdict.refused.startswith(refused)
     assert bool(verdict.refused) is bool(refused)
     assert verdict.metrics["energy_j"] == 0.5
@@ -210,7 +210,7 @@ def test_limits_decide_with_a_sentence(limits: Limits, refused: str) -> None:
 def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
     """A board without a meter, whose first model it is."""
     outcome = Outcome(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
-    note = judged(Limits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
+    note = judge_check(Limits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
     assert note == (
         "joules were not measured: this device has no meter; "
         "its accuracy was compared with nothing: no model ran here before"

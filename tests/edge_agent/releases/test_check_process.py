@@ -48,11 +48,11 @@ class Place:
 
     def begin(self) -> Release:
         wanted = self.stage()
-        self.models.begin_check(wanted)
+        self.models.start_check(wanted)
         return wanted
 
     def verdict(self) -> Verdict:
-        return until(self.models.checked, "the check's end")
+        return until(self.models.poll_check, "the check's end")
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
     """A dropped release leaves nothing of what was staged."""
     place.begin()
     until(lambda: pids(place), "the process")
-    place.models.drop()
+    place.models.discard_unused()
     assert pids(place) == []
-    assert place.models.checked() == Verdict("its check was not begun", {})
+    assert place.models.poll_check() == Verdict("its check was not begun", {})
     assert not [path for path in place.models.folder.iterdir() if path.is_dir()]
 
 
@@ -133,11 +133,11 @@ def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     assert (verdict.refused, verdict.note) == ("", "")
     assert wanted.blob is not None
     built = place.models.folder / wanted.blob.sha256[:16] / "model.engine"
-    assert built.read_text() == ("refused" if "network" in confine.possible() else "connected")
+    assert built.read_text() == ("refused" if "network" in confine.available_restrictions() else "connected")
     assert stat.S_IMODE(built.stat().st_mode) == 0o640
 
 
-@pytest.mark.skipif("files" not in confine.possible(), reason="this kernel has no Landlock")
+@pytest.mark.skipif("files" not in confine.available_restrictions(), reason="this kernel has no Landlock")
 def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,11 +153,11 @@ def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
         f"failed = 0\nfor name in {names!r}:\n    try:\n        open(name, 'w')\n"
         "    except OSError:\n        failed += 1\nopen(out, 'w').write(str(failed))\n",
     )
-    place.models.begin_check(wanted)
+    place.models.start_check(wanted)
     assert place.verdict().refused == ""
     assert (model.read_bytes(), model.with_name("model.engine").read_text()) == (before, "3")
     install_trtexec(tmp_path, monkeypatch, "os.symlink('/etc/passwd', out)\n")
-    place.models.begin_check(wanted)
+    place.models.start_check(wanted)
     assert "cannot be used: cannot copy" in place.verdict().refused
     assert model.with_name("model.engine").read_text() == "3"
 

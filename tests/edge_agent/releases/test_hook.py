@@ -20,7 +20,7 @@ def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Pat
     assert told(place) == ""
     second = place.put(2)
     assert told(place) == ""
-    place.models.back()
+    place.models.roll_back()
     assert told(place) == ""
     model = place.folder / "current/model.onnx"
     assert log.read_text().splitlines() == [f"{short(each)} {model}" for each in (first, second, first)]
@@ -46,8 +46,8 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
     place = Place(tmp_path, hook=command, timeout_s=30.0)
     place.put(1)
-    assert not place.models.settled()
-    assert place.models.ill() == ""
+    assert not place.models.is_settled()
+    assert place.models.unhealthy_reason() == ""
     sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
     place.now_s += 31.0
     assert told(place) == "the hook sh hung: it was ended after 30 s"
@@ -57,4 +57,4 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
 def test_no_hook_is_no_matter() -> None:
     none = hook.Hook((), 1.0)
     none.start({})
-    assert (none.runs, none.failed) == (False, "")
+    assert (none.is_running, none.failure) == (False, "")

@@ -29,13 +29,13 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     if damage is not None:
         note.write_text(damage)
     started = Models(place.settings, place.board, place.checks, clock=lambda: place.now_s)
-    assert started.current() == first.blob.sha256
+    assert started.current_sha256() == first.blob.sha256
     second, blob = place.release(2)
     started.stage(second, blob)
-    started.begin_check(second)
+    started.start_check(second)
     assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
-    assert Models(place.settings, place.board, place.checks).current() == ""
+    assert Models(place.settings, place.board, place.checks).current_sha256() == ""
 
 
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
@@ -43,29 +43,29 @@ def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
     first, second, third = (place.put(serial) for serial in (1, 2, 3))
     (place.folder / "labels.txt").write_text("mine")
     (place.folder / "mine").mkdir()
-    place.models.drop()
+    place.models.discard_unused()
     assert place.names() == sorted([short(second), short(third), "current", "previous", "labels.txt", "mine"])
     assert os.readlink(place.folder / "current") == short(third)
     assert os.readlink(place.folder / "previous") == short(second)
     laid = json.loads((place.folder / "current/release.json").read_text())
     assert laid == {"model": third.blob.sha256, "rollout": "r3", "name": "v3", "serial": 3}
-    assert place.models.current() == third.blob.sha256
-    assert place.models.back()
-    assert place.models.back()  # again, as after a kill
-    place.models.drop()
-    assert place.models.current() == second.blob.sha256
-    assert not place.models.back()
+    assert place.models.current_sha256() == third.blob.sha256
+    assert place.models.roll_back()
+    assert place.models.roll_back()  # again, as after a kill
+    place.models.discard_unused()
+    assert place.models.current_sha256() == second.blob.sha256
+    assert not place.models.roll_back()
     assert short(first) not in place.names()
 
 
 def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
     """Nothing was in use before."""
     place.put(1)
-    assert place.models.back()
-    place.models.drop()
+    assert place.models.roll_back()
+    place.models.discard_unused()
     assert place.names() == []
-    assert place.models.current() == ""
-    assert not place.models.back()
+    assert place.models.current_sha256() == ""
+    assert not place.models.roll_back()
 
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", network()[:-9]])
@@ -75,8 +75,8 @@ def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, pay
     wanted, blob = place.release(2, payload)
     with pytest.raises(ModelError, match="the model cannot be run: it"):
         place.models.stage(wanted, blob)
-    place.models.drop()
-    assert place.models.current() == first.blob.sha256
+    place.models.discard_unused()
+    assert place.models.current_sha256() == first.blob.sha256
     assert place.names() == sorted([short(first), "current", "previous"])
 
 
@@ -110,8 +110,8 @@ def begun(place: Place) -> Release:
     place.put(1)
     wanted, blob = place.release(2)
     place.models.stage(wanted, blob)
-    place.models.begin_check(wanted)
-    assert place.models.checked() is None
+    place.models.start_check(wanted)
+    assert place.models.poll_check() is None
     return wanted
 
 
@@ -125,9 +125,9 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     for event, passed_s in ((None, 7.0), (Progressed(0.5), 0.0), (None, 1.0), (Progressed(0.75), 1.0), (None, 9.0)):
         place.now_s += passed_s
         place.checks.events = [] if event is None else [event]
-        assert place.models.checked() is None
+        assert place.models.poll_check() is None
     place.checks.events = [Outcome(metrics={"accuracy": 0.9}, examples=10, peak_bytes=123)]
-    verdict = place.models.checked()
+    verdict = place.models.poll_check()
     assert verdict is not None
     assert verdict.metrics == {"accuracy": 0.9, "energy_j": pytest.approx(1.0), "peak_bytes": 123.0}
 
@@ -137,9 +137,9 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
     wanted, blob = place.release(1)
     wanted = replace(wanted, input_shape=(3, 48, 192))
     place.models.stage(wanted, blob)
-    place.models.begin_check(wanted)
+    place.models.start_check(wanted)
     place.checks.events = [Outcome(killed=True)]
-    assert place.models.checked() is None
+    assert place.models.poll_check() is None
     assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)] * 2
 
 
@@ -148,10 +148,10 @@ def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> No
     begun(place)
     for times in (2, 3):
         place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
-        assert place.models.checked() is None
+        assert place.models.poll_check() is None
         assert len(place.checks.orders) == times
     place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
-    verdict = place.models.checked()
+    verdict = place.models.poll_check()
     assert verdict is not None
     assert verdict.refused == "its check failed: killed by somebody"
 
@@ -159,7 +159,7 @@ def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> No
 def test_a_check_that_never_ends_is_ended(place: Place) -> None:
     begun(place)
     place.now_s += 10_000.0
-    verdict = place.models.checked()
+    verdict = place.models.poll_check()
     assert verdict is not None
     assert verdict.refused == "its check did not come to an end: it was ended"
 
@@ -171,88 +171,88 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
     """A twentieth of the answers failed with the old model too: the new one may add a tenth of all, and no more."""
     place.put(1)
     place.served(served=950, failed=50)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=1036, failed=64)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=1034, failed=66)
-    assert place.models.ill() == "the model runner failed 16 of 100 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 16 of 100 times with it"
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
     """Requests that are wrong themselves fail with any model: fewer than five failures count for nothing."""
     place.put(1)
     place.served()
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(failed=4)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(failed=5)
-    assert place.models.ill() == "the model runner failed 5 of 5 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 5 times with it"
 
 
 def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None:
     place.put(1)
     place.served(served=1000, failed=400)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=3, failed=5)
-    assert place.models.ill() == "the model runner failed 5 of 8 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 8 times with it"
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
     """A board without a runner is never ill of that."""
     first = place.put(1)
     place.now_s += 100.0
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=10)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     second = place.put(2)
     place.served(served=11, model=first.blob.sha256)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.now_s += 50.0
     place.served(served=12, model=first.blob.sha256)
-    assert place.models.ill() == "the model runner has not taken it up: it answers with another model"
+    assert place.models.unhealthy_reason() == "the model runner has not taken it up: it answers with another model"
     place.served(served=13, model=second.blob.sha256)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.now_s += 61.0
-    assert place.models.ill() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
 
 
 def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
     """A runner that answers with another model, or has been quiet for half a minute, is waited for until it is ill."""
     first = place.put(1)
-    assert place.models.settled()  # there is no runner
+    assert place.models.is_settled()  # there is no runner
     place.served(served=10)
-    place.models.ill()
+    place.models.unhealthy_reason()
     second = place.put(2)
-    assert not place.models.settled()
+    assert not place.models.is_settled()
     place.now_s += 46.0
     place.served(served=11, model=first.blob.sha256)
-    assert "has not taken it up" in place.models.ill()
-    assert place.models.settled()  # it is waited for no longer
+    assert "has not taken it up" in place.models.unhealthy_reason()
+    assert place.models.is_settled()  # it is waited for no longer
     place.served(served=12, model=second.blob.sha256)
-    assert place.models.settled()
+    assert place.models.is_settled()
     place.now_s += 31.0
-    assert (place.models.settled(), place.models.ill()) == (False, "")
+    assert (place.models.is_settled(), place.models.unhealthy_reason()) == (False, "")
     place.served(served=13)
-    assert place.models.settled()
+    assert place.models.is_settled()
     place.now_s += 61.0
-    assert place.models.ill() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
 
 
 def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
     """A runner that was there at the exchange has to speak; one that had ended before is not missed."""
     place.put(1)
     place.served(served=10)
-    place.models.ill()
+    place.models.unhealthy_reason()
     place.now_s += 20.0
     place.put(2)
     place.now_s += 41.0
-    assert place.models.ill() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
     place.served(served=11)
-    place.models.ill()
+    place.models.unhealthy_reason()
     place.now_s += 31.0
     place.put(3)
     place.now_s += 31.0
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
 
 
 def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
@@ -262,19 +262,19 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     wanted, blob = place.release(2)
     wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
     place.models.stage(wanted, blob)
-    place.models.swap(wanted)
+    place.models.activate(wanted)
     place.served(served=910)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=930, accuracy=0.4, labelled=30)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
     place.served(served=1000, accuracy=0.3, labelled=100)
     said = (
         "30.0% of its answers in use are right, of 100 with labels, and 60.0% were with what ran before: -30.0 points"
     )
-    assert place.models.ill() == f"{said}, at least -10.0 are wanted"
-    place.models.back()
+    assert place.models.unhealthy_reason() == f"{said}, at least -10.0 are wanted"
+    place.models.roll_back()
     place.served(served=1100, accuracy=0.3, labelled=200)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
 
 
 def watched(place: Place) -> None:
@@ -284,7 +284,7 @@ def watched(place: Place) -> None:
     wanted, blob = place.release(2)
     wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
     place.models.stage(wanted, blob)
-    place.models.swap(wanted)
+    place.models.activate(wanted)
 
 
 def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place: Place) -> None:
@@ -293,9 +293,9 @@ def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place
     for labelled, accuracy in ((0, None), (30, 0.4), (60, 0.4)):  # 60 labels leave 20 points to chance
         place.now_s += 20.0
         place.served(served=1000 + labelled, accuracy=accuracy, labelled=labelled)
-        assert (place.models.settled(), place.models.ill()) == (False, "")
+        assert (place.models.is_settled(), place.models.unhealthy_reason()) == (False, "")
     place.served(served=1500, accuracy=0.4, labelled=400)
-    assert place.models.ill().startswith("40.0% of its answers in use are right, of 400 with labels")
+    assert place.models.unhealthy_reason().startswith("40.0% of its answers in use are right, of 400 with labels")
 
 
 @pytest.mark.parametrize(("accuracy", "labelled"), [(0.9, 30), (0.55, 500)])
@@ -304,7 +304,7 @@ def test_a_model_is_settled_once_labels_show_that_it_keeps_its_limit_or_more_of_
 ) -> None:
     watched(place)
     place.served(served=1000, accuracy=accuracy, labelled=labelled)
-    assert (place.models.settled(), place.models.ill()) == (True, "")
+    assert (place.models.is_settled(), place.models.unhealthy_reason()) == (True, "")
 
 
 def test_labels_that_do_not_arrive_any_more_are_waited_for_a_minute_and_those_that_do_for_a_quarter_of_an_hour(
@@ -312,17 +312,17 @@ def test_labels_that_do_not_arrive_any_more_are_waited_for_a_minute_and_those_th
 ) -> None:
     watched(place)
     place.served(served=1000, accuracy=0.5, labelled=30)
-    assert not place.models.settled()
+    assert not place.models.is_settled()
     place.now_s += 61.0
     place.served(served=1010, accuracy=0.5, labelled=30)
-    assert place.models.settled()
+    assert place.models.is_settled()
     for number in range(1, 15):
         place.served(served=1010 + number, accuracy=0.5, labelled=30 + number)
-        assert not place.models.settled()
+        assert not place.models.is_settled()
         place.now_s += 59.0
     place.now_s += 59.0
     place.served(served=1100, accuracy=0.5, labelled=100)
-    assert place.models.settled()
+    assert place.models.is_settled()
 
 
 @pytest.mark.parametrize("limit", [None, -0.5])
@@ -331,26 +331,26 @@ def test_worse_answers_that_the_release_allows_are_no_matter(place: Place, limit
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
     place.models.stage(wanted, blob)
-    place.models.swap(msgspec.structs.replace(wanted, limits=Limits(min_gain=limit)))
+    place.models.activate(msgspec.structs.replace(wanted, limits=Limits(min_gain=limit)))
     place.served(served=1000, accuracy=0.2, labelled=100)
-    assert place.models.ill() == ""
+    assert place.models.unhealthy_reason() == ""
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"served": -1}', "x" * 100_000, '{"model": "no digest"}'])
 def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) -> None:
     place.put(1)
     (place.folder / "served.json").write_text(text)
-    assert place.models.runner.look() is None
-    assert place.models.ill() == ""
+    assert place.models.runner.read_status() is None
+    assert place.models.unhealthy_reason() == ""
 
 
 def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None:
     """A change shows that the runner writes, whatever the clocks say: they may be set meanwhile."""
     place.put(1)
     place.served(at=12.0, served=5)
-    assert place.models.runner.look() is None
+    assert place.models.runner.read_status() is None
     place.served(at=13.0, served=6)
-    found = place.models.runner.look()
+    found = place.models.runner.read_status()
     assert found is not None
     assert found.served == 6
 
@@ -358,11 +358,11 @@ def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None
 def test_a_model_that_is_gone_is_ill(place: Place) -> None:
     wanted = place.put(1)
     (place.folder / short(wanted) / "model.onnx").unlink()
-    assert place.models.ill().startswith("its file is gone from")
+    assert place.models.unhealthy_reason().startswith("its file is gone from")
 
 
 def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Place) -> None:
     """The runner is another user, who can put one there."""
     place.put(1)
     os.mkfifo(place.folder / "served.json")
-    assert place.models.runner.look() is None
+    assert place.models.runner.read_status() is None

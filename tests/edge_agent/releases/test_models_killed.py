@@ -47,9 +47,9 @@ class Deployed:
         self.link = self.broker.connect()
         self.depot = Depot(folder / "coordinator")
         self.transfers = Transfers(self.link, self.depot, TOPICS, "dn", lambda device, sha256: True)
-        self.link.subscribe(TOPICS.for_coordinator())
+        self.link.subscribe(TOPICS.coordinator_filters())
         self.told: list[wire.Installed] = []
-        self.refs = [self.depot.put(payload) for payload in (FIRST, SECOND)]
+        self.refs = [self.depot.store_bytes(payload) for payload in (FIRST, SECOND)]
         self.calls = 0
 
     def begin(self, gate: Callable[[str, object], OSError | None] = lambda what, where: None) -> None:
@@ -72,11 +72,11 @@ class Deployed:
         until_s = self.broker.now_s + seconds
         while self.broker.now_s < until_s:
             self.broker.now_s += 0.05
-            self.broker.deliver()
+            self.broker.deliver_due()
             self.agent.step(self.broker.now_s)
             for message in self.link.receive():
-                route = wire.route(message.topic)
-                handled = self.transfers.handle(route, message.payload, self.broker.now_s)
+                route = wire.parse_topic(message.topic)
+                handled = self.transfers.handle_message(route, message.payload, self.broker.now_s)
                 if not handled and route.leaf == "installed":
                     self.told.append(wire.decode(message.payload, wire.Installed))
             self.transfers.step(self.broker.now_s)
@@ -84,12 +84,12 @@ class Deployed:
     def deploy(self, serial: int, **changes: object) -> None:
         ref = self.refs[serial - 1] if serial <= 2 else None
         wanted = release(serial, ref, soak_s=1.0, **changes)
-        self.link.publish(TOPICS.device("d", "dn", "model"), wire.encode(wanted), retain=True)
+        self.link.publish(TOPICS.device_topic("d", "dn", "model"), wire.encode(wanted), retain=True)
 
     def current(self) -> bytes | None:
         """The model that `current` leads to; None: there is no such link."""
         disk = SimDisk(self.platter)
-        name = disk.target(f"{HOME}/models/{CURRENT}")
+        name = disk.read_link(f"{HOME}/models/{CURRENT}")
         if name is None:
             return None
         found = disk.read(f"{HOME}/models/{CURRENT}/{MODEL}")
@@ -98,11 +98,11 @@ class Deployed:
 
     def dies(self, roll: random.Random | None) -> None:
         """The process is gone; the power too, with `roll`."""
-        self.disk.end()
-        self.platter.processes_end()
-        self.broker.lose(self.own)
+        self.disk.release_locks()
+        self.platter.end_processes()
+        self.broker.lose_client(self.own)
         if roll is not None:
-            self.platter.power_fails(roll)
+            self.platter.fail_power(roll)
 
 
 def at_call(number: int) -> Callable[[str, object], OSError | None]:

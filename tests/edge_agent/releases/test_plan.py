@@ -59,16 +59,16 @@ def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: R
 )
 def test_a_window_is_of_the_boards_own_day(wish: str, hour: int, open_: bool) -> None:
     local = time.struct_time((2026, 5, 4, hour, 0, 0, 0, 124, 0))
-    assert (window.waits(wish, local) == "") is open_
+    assert (window.outside_window_reason(wish, local) == "") is open_
 
 
 def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
-    assert window.waits("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
+    assert window.outside_window_reason("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
 
 
 @pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])
 def test_other_texts_are_no_windows(text: str) -> None:
-    assert window.wrong(text)
+    assert window.window_error(text)
     state, _ = plan.advance(State(), steps.Wanted(release(1, ref(1), window=text)), 0.0)
     assert state.noted is not None
     assert state.noted.step == "refused"

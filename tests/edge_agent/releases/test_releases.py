@@ -63,8 +63,8 @@ def test_a_soak_goes_on_though_what_is_in_use_could_not_be_read_when_it_was_told
         raise StoreError("cannot read the model's folder: Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(toy, "current", fail)
-        site.agent.releases.tell(site.broker.now_s)
+        patch.setattr(toy, "current_sha256", fail)
+        site.agent.releases.republish_progress(site.broker.now_s)
     site.run(20.0)
     assert last(site).phase == "committed"
 
@@ -121,7 +121,7 @@ def test_a_blob_that_cannot_be_had_is_asked_for_again(site: Site) -> None:
     site.run(5.0)
     assert last(site).phase == "fetching"
     assert last(site).reason
-    site.depot.put(payload)
+    site.depot.store_bytes(payload)
     site.run(120.0)
     assert last(site).phase == "committed"
 
@@ -197,13 +197,13 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
     site.bench.finish()
     site.run(5.0)
     assert wanted.blob is not None
-    assert site.agent.local.depot.has(wanted.blob)
+    assert site.agent.local.depot.has_blob(wanted.blob)
     site.ack()
     site.board.available_bytes = 6 << 30
     site.run(20.0)
     assert last(site).phase == "committed"
     assert "fetching" not in [each.phase for each in site.all("installed")[fetched:] if each.reason]
-    assert site.agent.releases.needed() == set()
+    assert site.agent.releases.needed_blobs() == set()
 
 
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
@@ -271,7 +271,7 @@ def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, metho
 
 def deploy_and_die(site: Site) -> Release:
     """Publish the second release; the process dies in it."""
-    wanted = release(2, site.depot.put(b"model 2"))
+    wanted = release(2, site.depot.store_bytes(b"model 2"))
     with contextlib.suppress(Crash):
         site.say("model", wanted, retain=True)
         site.run(4.0)

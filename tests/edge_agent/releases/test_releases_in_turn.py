@@ -38,7 +38,7 @@ def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, 
     def replayed(old: Release) -> None:
         running, calls, told = toy.running, list(toy.calls), len(site.all("installed"))
         if anew:
-            site.link.publish(TOPICS.device("d", "dn", "model"), wire.encode(old), retain=True)
+            site.link.publish(TOPICS.device_topic("d", "dn", "model"), wire.encode(old), retain=True)
             site.start()
         else:
             site.say("model", old, retain=True)
@@ -179,19 +179,19 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
     site.bench.finish()
     site.run()
     site.ask(1)
-    current, left = toy.current, iter(range(calls))
+    current, left = toy.current_sha256, iter(range(calls))
 
     def unreadable() -> str:
         if next(left, None) is not None:
             return current()
         raise StoreError("cannot read choice.json: Input/output error")
 
-    toy.current = unreadable
+    toy.current_sha256 = unreadable
     deploy(site, force=True)
     site.run(10.0)
     assert "releases of kind model wait: cannot read choice.json" in caplog.text
     assert all(claim.accepted for claim in site.all("claim"))
-    toy.current = current
+    toy.current_sha256 = current
     site.bench.finish()
     site.run(30.0)
     assert last(site).phase == "committed"

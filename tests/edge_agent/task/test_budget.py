@@ -43,7 +43,7 @@ def test_the_peak_is_the_most_since_the_reset_and_not_since_the_start() -> None:
     base = budget.resident_bytes(me)
     assert base is not None
     _touch(32 << 20)
-    peak = budget.peak_bytes(me)
+    peak = budget.read_peak_bytes(me)
     assert peak is not None
     assert 30 << 20 < peak - base < 50 << 20
 
@@ -57,15 +57,15 @@ def _touch(size: int) -> None:
 def test_a_process_that_is_gone_holds_nothing_known(tmp_path: Path) -> None:
     """None, not 0; a kernel without these files likewise."""
     assert budget.resident_bytes(1, proc=tmp_path) is None
-    assert budget.peak_bytes(1, proc=tmp_path) is None
+    assert budget.read_peak_bytes(1, proc=tmp_path) is None
     assert not budget.reset_peak(1, proc=tmp_path)
-    assert budget.oom_kills(proc=tmp_path) is None
+    assert budget.count_oom_kills(proc=tmp_path) is None
 
 
 def test_out_of_memory_kills_are_counted_by_the_kernel(tmp_path: Path) -> None:
     """One line of /proc/vmstat."""
     (tmp_path / "vmstat").write_text("pgfault 99\noom_kill 3\nnr_free 1\n")
-    assert budget.oom_kills(proc=tmp_path) == 3
+    assert budget.count_oom_kills(proc=tmp_path) == 3
 
 
 # -- control groups, on a fake tree ---------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_delegated_group_holds_the_task_to_its_budget(tmp_path: Path, delegate
     """This process goes into one leaf, the task's into another that has the limit."""
     for leaf in ("agent", "task"):  # the kernel makes these files with the folder; here the writes do
         (delegated / leaf).mkdir()
-    assert cage(tmp_path).limit(4711, 64 * MB)
+    assert cage(tmp_path).apply_limit(4711, 64 * MB)
     assert (delegated / "cgroup.subtree_control").read_text() == "+memory"
     assert (delegated / "agent/cgroup.procs").read_text() == str(os.getpid())
     assert (delegated / "task/memory.max").read_text() == str(64 * MB)
@@ -103,7 +103,7 @@ def test_a_group_that_holds_others_too_is_left_as_it_was(tmp_path: Path, delegat
     """The kernel refuses to divide it, here as a file that not even root can write; this process moves back."""
     (delegated / "cgroup.subtree_control").unlink()
     (delegated / "cgroup.subtree_control").symlink_to("/proc/version")
-    assert not cage(tmp_path).limit(4711, 64 * MB)
+    assert not cage(tmp_path).apply_limit(4711, 64 * MB)
     assert (delegated / "cgroup.procs").read_text() == str(os.getpid())
 
 
@@ -111,7 +111,7 @@ def test_without_a_group_of_its_own_there_is_only_the_watchdog(tmp_path: Path) -
     """The root group, and control groups of version 1, are not ours to divide."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/mine\n0::/\n")
-    assert not cage(tmp_path).limit(4711, 64 * MB)
+    assert not cage(tmp_path).apply_limit(4711, 64 * MB)
 
 
 # -- what was seen --------------------------------------------------------------------------------
@@ -121,30 +121,30 @@ def test_the_average_of_true_over_predicted_converges_and_stays_within_bounds() 
     """1.2 each time: 0.7^20 of the first error is left; one task of a hundred times counts as 2."""
     caution = Caution()
     for _ in range(20):
-        caution = caution.seen(120, 100)
+        caution = caution.with_peak(120, 100)
     assert caution.ratio == pytest.approx(1.2, abs=0.2 * 0.7**20 + 1e-9)
-    assert Caution().seen(10_000, 100).ratio == pytest.approx(0.7 + 0.3 * 2.0)
-    assert Caution().seen(1, 100).ratio == pytest.approx(0.7 + 0.3 * 0.8)
-    assert Caution().seen(100, 0) == Caution()
+    assert Caution().with_peak(10_000, 100).ratio == pytest.approx(0.7 + 0.3 * 2.0)
+    assert Caution().with_peak(1, 100).ratio == pytest.approx(0.7 + 0.3 * 0.8)
+    assert Caution().with_peak(100, 0) == Caution()
 
 
 def test_what_is_planned_with_stays_the_whole_budget_while_peaks_are_as_foreseen() -> None:
     """Ratios up to 1.05 change nothing, bit for bit; above, the room beside the engine shrinks in steps of 1.25."""
-    assert Caution(1.05).plannable_bytes(1000, 200) == 1000
-    assert Caution(0.8).plannable_bytes(1000, 200) == 1000
-    assert Caution(1.06).plannable_bytes(1000, 200) == 200 + 640
-    assert Caution(1.31).plannable_bytes(1000, 200) == 200 + 640
-    assert Caution(1.32).plannable_bytes(1000, 200) == 200 + 512
-    assert Caution(1.0).plannable_bytes(100, 200) == 200
+    assert Caution(1.05).plan_limit_bytes(1000, 200) == 1000
+    assert Caution(0.8).plan_limit_bytes(1000, 200) == 1000
+    assert Caution(1.06).plan_limit_bytes(1000, 200) == 200 + 640
+    assert Caution(1.31).plan_limit_bytes(1000, 200) == 200 + 640
+    assert Caution(1.32).plan_limit_bytes(1000, 200) == 200 + 512
+    assert Caution(1.0).plan_limit_bytes(100, 200) == 200
 
 
 def test_each_task_that_ran_out_steps_down_and_no_further_than_the_bound() -> None:
     """800 / 1.25^2 = 512."""
-    assert Caution().failed().failed().plannable_bytes(1000, 200) == 200 + 512
+    assert Caution().with_failure().with_failure().plan_limit_bytes(1000, 200) == 200 + 512
     worst = Caution()
     for _ in range(1000):
-        worst = worst.failed()
-    assert worst.steps == budget.LEVEL_MOST
+        worst = worst.with_failure()
+    assert worst.reduction_steps == budget.LEVEL_MOST
 
 
 def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
@@ -184,8 +184,8 @@ def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
 )
 def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> None:
     """Texts as torch, CUDA, cuBLAS, cuDNN, Tegra's driver, ONNX Runtime and the C++ library print them."""
-    assert exhausted.tells_of_memory(text)
-    assert exhausted.is_of_memory(RuntimeError(text))
+    assert exhausted.is_out_of_memory_text(text)
+    assert exhausted.is_out_of_memory_error(RuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> Non
 )
 def test_other_errors_are_not_taken_for_want_of_memory(text: str) -> None:
     """Near misses: assertions, memory maps and drivers that fail otherwise."""
-    assert not exhausted.tells_of_memory(text)
-    assert not exhausted.is_of_memory(RuntimeError(text))
+    assert not exhausted.is_out_of_memory_text(text)
+    assert not exhausted.is_out_of_memory_error(RuntimeError(text))
 
 
 def test_errors_are_also_known_by_type_and_number() -> None:
     """MemoryError needs no text; of the system's errors only ENOMEM counts, whatever the file is called."""
-    assert exhausted.is_of_memory(MemoryError())
-    assert exhausted.is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not exhausted.is_of_memory(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))
+    assert exhausted.is_out_of_memory_error(MemoryError())
+    assert exhausted.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not exhausted.is_out_of_memory_error(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))

@@ -119,7 +119,7 @@ def test_an_idle_child_is_ended_when_its_time_is_up(place: Place) -> None:
         worker.start(place.order(), 0.0)
         while not worker.poll(100.0):
             select.select(worker.fds(), [], [], 1.0)
-        assert worker.due_s(100.0) == 105.0
+        assert worker.next_poll_s(100.0) == 105.0
         assert worker.poll(104.9) == []
         assert worker.resident_bytes > 0
         worker.poll(105.0)

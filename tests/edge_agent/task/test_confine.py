@@ -24,7 +24,7 @@ import ctypes, json, os, pathlib, socket, sys
 from fedquilt.edge_agent.task import confine
 
 home, outside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-done = confine.confine([home, pathlib.Path("/dev"), pathlib.Path("/proc"), home / "absent"])
+done = confine.apply_restrictions([home, pathlib.Path("/dev"), pathlib.Path("/proc"), home / "absent"])
 refused = []
 
 def tried(name, what):
@@ -59,14 +59,14 @@ FILES = ["write", "truncate", "remove", "make", "move in"]
 NETWORK = ["AF_INET", "AF_INET6", "AF_PACKET", "trace"]
 
 
-@pytest.mark.skipif(not confine.possible(), reason="this kernel has neither Landlock nor seccomp")
+@pytest.mark.skipif(not confine.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
 def test_a_confined_process_reaches_no_network_and_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
     """Reading goes on, and so does writing below its folders, also from one of them to another."""
     (tmp_path / "home").mkdir()
     (tmp_path / "outside").write_text("as it was")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "home"), str(tmp_path / "outside")]
     done, refused, outside = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert tuple(done) == confine.possible()
+    assert tuple(done) == confine.available_restrictions()
     assert outside == "as it was"
     assert set(refused) >= set(FILES if "files" in done else []) | set(NETWORK if "network" in done else [])
 
@@ -89,7 +89,7 @@ def work(task, site):
 """
 
 
-@pytest.mark.skipif(not confine.possible(), reason="this kernel has neither Landlock nor seccomp")
+@pytest.mark.skipif(not confine.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
 def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
                 outcome = carried_out(worker, order)
             assert outcome.code == "ok", outcome.reason
             done[name] = set(outcome.metrics), elsewhere.read_text()
-    given_up = set(confine.possible())
+    given_up = set(confine.available_restrictions())
     assert done["as it is"] == (
         {"network", "files", "nothing"} - given_up,
         "as it was" if "files" in given_up else "changed",
@@ -119,19 +119,19 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
 def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An older kernel, or another architecture: nothing is given up, and nothing is raised."""
     monkeypatch.setattr(confine, "_prctl", lambda *given: -1)
-    assert confine.confine([tmp_path]) == ()
+    assert confine.apply_restrictions([tmp_path]) == ()
     monkeypatch.setattr(confine, "_prctl", lambda *given: 0)
-    monkeypatch.setattr(confine, "_call", lambda *given: -1)
+    monkeypatch.setattr(confine, "_system_call", lambda *given: -1)
     monkeypatch.setattr(confine.platform, "machine", lambda: "riscv64")
-    assert confine.confine([tmp_path]) == ()
-    assert confine.possible() == ()
+    assert confine.apply_restrictions([tmp_path]) == ()
+    assert confine.available_restrictions() == ()
 
 
 @pytest.mark.parametrize("machine", confine.CALLS)
 def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: str) -> None:
     """Played through by hand, as the kernel would: other architectures' numbers are refused as a whole."""
     calls = confine.CALLS[machine]
-    program = [struct.unpack("=HBBI", each) for each in confine._filter(calls)]
+    program = [struct.unpack("=HBBI", each) for each in confine._filter_program(calls)]
 
     def ruled(number: int, argument: int = 0, architecture: int = calls.architecture) -> int:
         data, held, at = {0: number, 4: architecture, 16: argument}, 0, 0
@@ -157,4 +157,7 @@ def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: s
 def test_a_boards_profile_tells_what_its_tasks_give_up(confined: tuple[str, ...] | None, told: str | None) -> None:
     """Where the kernel has neither, an operator can see it; a simulated board has no process to confine."""
     means = Means(1, ("numpy",), (), confined=confined)
-    assert messages.profile("a", SimulatedDevice.named("jetson-tx2"), means).versions.get("tasks without") == told
+    assert (
+        messages.profile_message("a", SimulatedDevice.from_name("jetson-tx2"), means).versions.get("tasks without")
+        == told
+    )

@@ -27,7 +27,7 @@ def work(task, site):
     steps = {name: np.arange(value.size, dtype=np.float32).reshape(value.shape) ** 2 for name, value in model.items()}
     return Answer({"model": {name: value + steps[name] for name, value in model.items()}}, 1.0)
 """
-PAYLOAD = tensors.encode(MODEL)
+PAYLOAD = tensors.encode_tensors(MODEL)
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(m
 def test_a_model_that_is_opened_by_its_path_is_compared_with_its_hash_before(moving: Place) -> None:
     """A method may give the path to a library, which compares nothing."""
     given = order(moving, codec="raw")
-    assert main._sound(given, "model") == moving.folder / "model"
+    assert main._verified_bundle_file(given, "model") == moving.folder / "model"
     model = moving.folder / "model"
     changed = bytearray(model.read_bytes())
     changed[-1] ^= 1
     model.write_bytes(changed)
     with pytest.raises(StoreError, match="is damaged"):
-        main._sound(given, "model")
-    assert main._sound(replace(given, checked=False), "model") == model
+        main._verified_bundle_file(given, "model")
+    assert main._verified_bundle_file(replace(given, checked=False), "model") == model
 
 
 def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving: Place) -> None:
@@ -90,7 +90,7 @@ def test_private_state_that_changes_while_a_task_works_is_not_added_to_its_updat
     assert done(moving, first).code == "ok"
     private = Path(first.out) / PRIVATE
     sha256 = hashlib.sha256(private.read_bytes()).hexdigest()
-    assert np.any(tensors.read(private)["unsent/model/1.weight"])
+    assert np.any(tensors.read_tensors(private)["unsent/model/1.weight"])
     calm = done(moving, order(moving, private=str(private), sha256=sha256))
     assert calm.code == "ok"
     outcome = done(moving, order(moving, private=str(private), sha256=sha256, flips=(str(private),)))

@@ -71,8 +71,8 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
     cuda = Cuda(shared=False)
 
     class Bench(main.Bench):
-        def engine(self, name: str, budget_bytes: int) -> Any:
-            made = super().engine(name, budget_bytes)
+        def load_engine(self, name: str, budget_bytes: int) -> Any:
+            made = super().load_engine(name, budget_bytes)
             made.gpu = gpu.TorchMemory(cuda, lambda: 0)
             cuda.reserved = 40 * MB
             made.train, train = (
@@ -81,8 +81,8 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
             )
             return made
 
-    plain = main.run_order(place.order(), main.Bench(), own_process=True)
-    beside = main.run_order(place.order(), Bench(), own_process=True)
+    plain = main.run_task(place.order(), main.Bench(), own_process=True)
+    beside = main.run_task(place.order(), Bench(), own_process=True)
     assert (plain.code, beside.code) == ("ok", "ok")
     assert plain.base_bytes is not None and plain.peak_bytes is not None  # noqa: PT018
     assert beside.base_bytes is not None and beside.peak_bytes is not None  # noqa: PT018
@@ -104,12 +104,12 @@ def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytes
     """23 examples in mini-batches of 4, twice: 12 steps, read one by one and five at a time; same bits, same loss."""
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-    start, draws = numpy_engine.init(network, 0), np.random.default_rng(0)
+    start, draws = numpy_engine.init_tensors(network, 0), np.random.default_rng(0)
     examples = Examples(draws.random((23, 4), np.float32), np.arange(23) % 2)
 
     def trained(lr: float = 0.1) -> Any:
         return module.TorchEngine(1 << 40).train(
-            network, start, examples, Fit(epochs=2, batch=4, lr=lr), tensors.rng(1)
+            network, start, examples, Fit(epochs=2, batch=4, lr=lr), tensors.seeded_rng(1)
         )
 
     singly = trained()
@@ -125,11 +125,11 @@ def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place:
     """The agent's log and the coordinator's have it; every later round would repeat it."""
 
     class Bench(main.Bench):
-        def engine(self, name: str, budget_bytes: int) -> Any:
+        def load_engine(self, name: str, budget_bytes: int) -> Any:
             fresh = self._engine is None
-            made = super().engine(name, budget_bytes)
+            made = super().load_engine(name, budget_bytes)
             made.note = "it runs on the processor" if fresh else made.note
             return made
 
     bench = Bench()
-    assert [main.run_order(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]
+    assert [main.run_task(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]

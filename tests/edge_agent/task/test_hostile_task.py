@@ -28,8 +28,12 @@ HONEST, EVIL = b"an honest result", b"another result!!"
 REF = BlobRef(sha256=hashlib.sha256(HONEST).hexdigest(), size=len(HONEST))
 UPDATE = Update(job="j", round=1, attempt=0, device="d", weight=1.0, bundles={"model": REF}, metrics={}, usage=Usage())
 
-needs_landlock = pytest.mark.skipif("files" not in confine.possible(), reason="this kernel has no Landlock")
-needs_seccomp = pytest.mark.skipif("network" not in confine.possible(), reason="this kernel has no seccomp")
+needs_landlock = pytest.mark.skipif(
+    "files" not in confine.available_restrictions(), reason="this kernel has no Landlock"
+)
+needs_seccomp = pytest.mark.skipif(
+    "network" not in confine.available_restrictions(), reason="this kernel has no seccomp"
+)
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def bury(folder: str) -> list[str]:
     os.mkdir("shut/within", dir_fd=top)
     os.chmod("shut/within", 0, dir_fd=top)
     os.chmod("shut", 0, dir_fd=top)
-    REAL.clear(folder)
+    REAL.clear_folder(folder)
     return os.listdir(folder)
 
 

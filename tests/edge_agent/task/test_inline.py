@@ -9,7 +9,7 @@ from fedquilt.core import Cost, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.task.protocol import Loaded, Outcome, Progressed
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.profiles import load
+from fedquilt.profiles import load_board_profile
 
 
 class TwoSpeeds(SimulatedDevice):
@@ -18,9 +18,9 @@ class TwoSpeeds(SimulatedDevice):
     flops_per_s = 2e9
 
     def __init__(self) -> None:
-        super().__init__(load("jetson-nano"))
+        super().__init__(load_board_profile("jetson-nano"))
 
-    def cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: Work, measured: Cost) -> Cost:
         return Cost(duration_s=work.flops / self.flops_per_s)
 
 
@@ -28,9 +28,9 @@ def test_inline_work_takes_as_long_as_it_would_on_the_board(place: Place) -> Non
     """1 GFLOP on a board of 2 GFLOP/s takes half a second; what is killed is not heard of."""
     worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(), 50.0)
-    assert worker.due_s(50.0) == 50.0
+    assert worker.next_poll_s(50.0) == 50.0
     assert worker.poll(50.0) == [Loaded(8)]
-    assert worker.due_s(50.0) == 50.5
+    assert worker.next_poll_s(50.0) == 50.5
     assert worker.poll(np.nextafter(50.5, 0)) == []
     worker.kill()
     assert worker.poll(50.5) == []
@@ -45,10 +45,10 @@ def test_inline_work_goes_on_at_the_pace_of_the_point_it_is_held_at(place: Place
     worker = InlineWorker(board)
     worker.start(place.order(work=Work(flops=40e9)), 0.0)
     worker.poll(0.0)
-    assert worker.due_s(0.0) == 1.0
+    assert worker.next_poll_s(0.0) == 1.0
     assert worker.poll(8.0) == [Progressed(0.4)]
     board.flops_per_s = 4e9
-    worker.due_s(8.0)
+    worker.next_poll_s(8.0)
     assert worker.poll(13.0) == [Progressed(0.9)]
     assert worker.poll(np.nextafter(14.0, 0)) == []
     assert [type(event) for event in worker.poll(14.0)] == [Outcome]
@@ -59,6 +59,6 @@ def test_inline_work_that_fails_says_so_when_its_time_is_up(place: Place) -> Non
     worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(data={}), 0.0)
     assert worker.poll(0.0) == []
-    (outcome,) = worker.poll(worker.due_s(0.0))
+    (outcome,) = worker.poll(worker.next_poll_s(0.0))
     assert isinstance(outcome, Outcome)
     assert outcome.code == "data"

@@ -19,11 +19,11 @@ def obituary(
     counts, own_counts = iter(kills), iter(own)
     child = Child([sys.executable, "-c", program], "numpy", lambda: next(counts), lambda: next(own_counts))
     try:
-        while not child.gone:
+        while not child.has_ended:
             select.select(child.fds(), [], [], LIMIT_S)
-            child.receive()
-        child.receive()
-        return child.obituary()
+            child.receive_events()
+        child.receive_events()
+        return child.explain_end()
     finally:
         child.kill()
 

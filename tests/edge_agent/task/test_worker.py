@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt import compression, tensors
 from fedquilt.core import Encoding
-from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.devices import create_device
 from fedquilt.edge_agent.task import budget, confine, worker
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.process import Child
@@ -40,7 +40,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
     assert outcome.evaluation is not None
     assert outcome.evaluation.examples == 2
     assert "loss" in outcome.metrics
-    model = tensors.read(Path(order.out) / outcome.bundles["model"].sha256)
+    model = tensors.read_tensors(Path(order.out) / outcome.bundles["model"].sha256)
     assert model.keys() == MODEL.keys()
     assert outcome.base_bytes is not None
     assert outcome.peak_bytes is not None
@@ -64,10 +64,10 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
         first = carried_out(worker, place.order())
         held = worker.resident_bytes
         second = carried_out(worker, place.order())
-    inline = InlineWorker(make("jetson-nano"))
+    inline = InlineWorker(create_device("jetson-nano"))
     inline.start(place.order(), 0.0)
     assert inline.poll(0.0) == [Loaded(8)]
-    (third,) = inline.poll(inline.due_s(0.0))
+    (third,) = inline.poll(inline.next_poll_s(0.0))
     assert isinstance(third, Outcome)
     assert first.bundles == second.bundles == third.bundles
     assert held > 0
@@ -82,14 +82,14 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
         second = carried_out(
             worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.out) / PRIVATE))
         )
-    moved = tensors.read(Path(before.out) / plain.bundles["model"].sha256)
+    moved = tensors.read_tensors(Path(before.out) / plain.bundles["model"].sha256)
     told = {name: np.zeros(array.shape) for name, array in MODEL.items()}
     for order, outcome in ((one, first), (two, second)):
-        sent = tensors.read(Path(order.out) / outcome.bundles["model"].sha256)
+        sent = tensors.read_tensors(Path(order.out) / outcome.bundles["model"].sha256)
         assert {name: array.nbytes for name, array in sent.items()} == SENT_INT8
-        for name, array in compression.decode(order.task.wire, sent, MODEL).items():
+        for name, array in compression.decode_bundle(order.task.wire, sent, MODEL).items():
             told[name] += array
-    left = tensors.read(Path(two.out) / PRIVATE)
+    left = tensors.read_tensors(Path(two.out) / PRIVATE)
     for name, array in moved.items():
         np.testing.assert_allclose(told[name] + left.get(f"unsent/model/{name}", 0), 2 * array, atol=1e-7)
     assert first.bundles != second.bundles
@@ -117,12 +117,12 @@ def test_examples_that_have_come_meanwhile_are_there_for_the_next_run(place: Pla
 def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Place) -> None:
     """A method that prints, and writes on descriptor 1 as libraries do, disturbs nothing."""
     old = place.folder / "old"
-    old.write_bytes(tensors.encode({"n": np.array([4.0])}))
+    old.write_bytes(tensors.encode_tensors({"n": np.array([4.0])}))
     with child(place.command()) as worker:
         order = place.order("chatty", private=str(old))
         outcome = carried_out(worker, order)
     assert (outcome.weight, outcome.metrics) == (2.0, {"loss": 1.5})
-    assert tensors.read(Path(order.out) / PRIVATE)["n"] == 5.0
+    assert tensors.read_tensors(Path(order.out) / PRIVATE)["n"] == 5.0
 
 
 # -- one that does not ----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
     order = place.order(method, **changes)
     methods.__path__.append(str(place.folder / "methods"))
     try:
-        outcome = program.run_order(order, program.Bench())
+        outcome = program.run_task(order, program.Bench())
     finally:
         methods.__path__.remove(str(place.folder / "methods"))
         sys.modules.pop(f"fedquilt.methods.{method}", None)
@@ -174,10 +174,10 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
     events: list[str] = []
 
     class Noted(budget.Cage):
-        def divide(self) -> None:
+        def create_group(self) -> None:
             events.append("divided")
 
-        def limit(self, pid: int, budget_bytes: int) -> bool:
+        def apply_limit(self, pid: int, budget_bytes: int) -> bool:
             events.append("limited")
             return True
 

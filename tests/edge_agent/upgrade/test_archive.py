@@ -26,7 +26,7 @@ def rewritten(path: Path, change: str, **headers: str) -> None:
 
 def read(path: Path) -> None:
     with archive.open_bundle(path) as bundle:
-        bundle.check_wheels()
+        bundle.verify_wheels()
 
 
 @pytest.fixture

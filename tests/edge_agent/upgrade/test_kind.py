@@ -36,7 +36,7 @@ HANGS = """
 import time
 from fedquilt import environment
 from fedquilt.edge_agent.upgrade import build
-environment.compiled = lambda *given: time.sleep(600)
+environment.compile_packages = lambda *given: time.sleep(600)
 build.main()
 """
 HALF = (sys.executable, "-c", HANGS)  # builds an environment but for its last step: the tests end this process
@@ -50,27 +50,27 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
     assert release.blob is not None
     new = release.blob.sha256
     assert board.kept == [new]
-    assert board.kind.current() == ""
-    board.kind.swap(release)
-    board.kind.swap(release)  # again after a kill: nothing more is written
-    assert launch.read(board.versions) == Choice(FLASHED, new, "", trying=True)
+    assert board.kind.current_sha256() == ""
+    board.kind.activate(release)
+    board.kind.activate(release)  # again after a kill: nothing more is written
+    assert launch.read_choice(board.versions) == Choice(FLASHED, new, "", trying=True)
     assert board.restarts == 2
-    assert board.kind.ill() == ""
-    assert not board.kind.settled()  # the old process does not speak for the new one
+    assert board.kind.unhealthy_reason() == ""
+    assert not board.kind.is_settled()  # the old process does not speak for the new one
 
     board.connected = False
     board.start()
-    board.kind.swap(release)
-    assert (board.restarts, board.kind.current()) == (2, new)
-    assert board.kind.ill() == ""
-    assert not board.kind.settled()
+    board.kind.activate(release)
+    assert (board.restarts, board.kind.current_sha256()) == (2, new)
+    assert board.kind.unhealthy_reason() == ""
+    assert not board.kind.is_settled()
     assert board.quiet == 0
     board.connected = True
-    assert board.kind.ill() == ""
-    assert board.kind.settled()
+    assert board.kind.unhealthy_reason() == ""
+    assert board.kind.is_settled()
     assert board.quiet == 1
-    board.kind.keep()
-    assert launch.read(board.versions) == Choice(FLASHED, new, "", online=True)
+    board.kind.confirm()
+    assert launch.read_choice(board.versions) == Choice(FLASHED, new, "", online=True)
 
 
 def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> None:
@@ -78,45 +78,45 @@ def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> N
     file = bundle()
     new = board.take(file)
     for _ in range(2):
-        assert board.kind.back()
-    choice = launch.read(board.versions)
+        assert board.kind.roll_back()
+    choice = launch.read_choice(board.versions)
     assert choice is not None
     assert (choice.current, choice.previous, choice.failed, choice.trying) == ("", None, new, False)
     assert board.restarts == 3
     board.start()
-    assert board.kind.back()
-    assert board.kind.settled()
-    assert board.kind.ill() == ""
+    assert board.kind.roll_back()
+    assert board.kind.is_settled()
+    assert board.kind.unhealthy_reason() == ""
     assert board.restarts == 3
-    board.kind.drop()
+    board.kind.discard_unused()
     assert board.kept == [launch.CHOICE]
 
 
 def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
-    assert not board.kind.back()
+    assert not board.kind.roll_back()
 
 
 def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., Path]) -> None:
     """The version that runs again tells it; the next release begins without that reason."""
     board.take(bundle())
-    choice = launch.read(board.versions)
+    choice = launch.read_choice(board.versions)
     assert choice is not None
-    launch.write(board.versions, launch.back(choice, "it ended 3 times without having held"))
+    launch.write_choice(board.versions, launch.roll_back(choice, "it ended 3 times without having held"))
     board.start()
-    assert (board.kind.current(), board.kind.ill()) == ("", "it ended 3 times without having held")
+    assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == ("", "it ended 3 times without having held")
     file = bundle("pass")
     board.kind.stage(board.release(file), file)
-    assert board.kind.ill() == ""
+    assert board.kind.unhealthy_reason() == ""
 
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
     """The launcher could not count its start, as on a full disk: the flashed version runs and says so."""
     new = board.take(bundle())
     board.start("", unable="choice.json cannot be written (No space left on device), so it could not be tried")
-    assert board.kind.current() == ""
-    assert "No space left" in board.kind.ill()
-    board.kind.drop()
-    choice = launch.read(board.versions)
+    assert board.kind.current_sha256() == ""
+    assert "No space left" in board.kind.unhealthy_reason()
+    board.kind.discard_unused()
+    choice = launch.read_choice(board.versions)
     assert choice is not None
     assert (choice.current, choice.failed) == ("", new)
 
@@ -126,9 +126,9 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
     versions = []
     for number in range(3):
         versions.append(board.take(bundle(f"number = {number}")))
-        assert board.kind.ill() == ""
-        board.kind.keep()
-        board.kind.drop()
+        assert board.kind.unhealthy_reason() == ""
+        board.kind.confirm()
+        board.kind.discard_unused()
     assert board.kept == sorted([*versions[1:], launch.CHOICE])
 
 
@@ -154,7 +154,7 @@ def test_a_bundle_that_does_not_fit_is_refused_by_name(
 ) -> None:
     assert said in board.verdict(bundle(**changes)).refused
     assert board.kept == []
-    assert board.kind.current() == ""
+    assert board.kind.current_sha256() == ""
 
 
 def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
@@ -184,32 +184,43 @@ def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) 
     file = bundle("import time; time.sleep(600)")
     release = board.release(file)
     board.kind.stage(release, file)
-    board.kind.begin_check(release)
-    assert board.kind.checked() is None
+    board.kind.start_check(release)
+    assert board.kind.poll_check() is None
     now[0] = 1e6
-    verdict = board.kind.checked()
+    verdict = board.kind.poll_check()
     assert verdict is not None
     assert verdict.refused.startswith("its check has not ended within")
 
 
 def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..., Path]) -> None:
     """Nothing would return from a version that does not start."""
-    settings = agents.parse({"device": "d", "home": str(tmp_path / "home")})
+    settings = agents.parse_settings({"device": "d", "home": str(tmp_path / "home")})
     kind, file = AgentKind(None, settings, lambda: True, lambda: None), bundle()
     with pytest.raises(ModelError, match="was not started by its launcher"):
         kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
-    assert (kind.current(), kind.ill(), kind.back(), kind.settled()) == ("", NO_LAUNCHER, False, True)
-    kind.keep()
-    kind.drop()
-    board = SimulatedDevice.named("jetson-tx2")
-    assert messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions[UPGRADES] == kind.unable() != ""
+    assert (kind.current_sha256(), kind.unhealthy_reason(), kind.roll_back(), kind.is_settled()) == (
+        "",
+        NO_LAUNCHER,
+        False,
+        True,
+    )
+    kind.confirm()
+    kind.discard_unused()
+    board = SimulatedDevice.from_name("jetson-tx2")
+    assert (
+        messages.profile_message("d", board, Means(1 << 20, (), ()), kind.unsupported_reason()).versions[UPGRADES]
+        == kind.unsupported_reason()
+        != ""
+    )
 
 
 def test_with_a_launcher_the_profile_says_nothing_of_upgrades(tmp_path: Path) -> None:
     """Then versions can come, and may be refused for other reasons."""
-    board = SimulatedDevice.named("jetson-tx2")
+    board = SimulatedDevice.from_name("jetson-tx2")
     kind = Board(tmp_path).kind
-    assert UPGRADES not in messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions
+    assert (
+        UPGRADES not in messages.profile_message("d", board, Means(1 << 20, (), ()), kind.unsupported_reason()).versions
+    )
 
 
 # -- disks and kills ------------------------------------------------------------------------------
@@ -266,7 +277,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
     def full(*given: object) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(environment, "compiled", full)
+    monkeypatch.setattr(environment, "compile_packages", full)
     with pytest.raises(StoreError, match=r"No space left on device; free some space on the board"):
         build.build_environment(order(board, bundle()))
     assert board.kept == []
@@ -277,15 +288,15 @@ def test_a_full_disk_at_the_swap_leaves_what_runs(board: Board, bundle: Callable
     assert board.verdict(file) == Verdict("", {})
     board.start(disk=Crowded())
     with pytest.raises(StoreError, match=r"choice.json: No space left on device"):
-        board.kind.swap(board.release(file))
-    assert launch.read(board.versions) is None
+        board.kind.activate(board.release(file))
+    assert launch.read_choice(board.versions) is None
     assert board.restarts == 0
 
 
 class Crowded(Disk):
     """A disk that takes no small file any more."""
 
-    def put(self, path: object, payload: bytes, *, durable: bool = True) -> None:
+    def write_atomically(self, path: object, payload: bytes, *, durable: bool = True) -> None:
         raise OSError(28, "No space left on device")
 
 
@@ -297,12 +308,12 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     new = release.blob.sha256
     board.start(command=HALF)
     board.kind.stage(release, file)
-    board.kind.begin_check(release)
+    board.kind.start_check(release)
     until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
-    board.kind.stop()
+    board.kind.stop_check()
     assert board.kept == [f"{new}.new"]
     board.start()
-    assert (board.kind.current(), board.verdict(file)) == ("", Verdict("", {}))
+    assert (board.kind.current_sha256(), board.verdict(file)) == ("", Verdict("", {}))
     assert board.kept == [new]
 
 
@@ -316,11 +327,11 @@ def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callabl
         assert process is not None
         process.kill()
         process.wait()
-        return board.kind.checked()
+        return board.kind.poll_check()
 
     for times in (1, KILLED_MOST):
         board.kind.stage(release, file)
-        board.kind.begin_check(release)
+        board.kind.start_check(release)
         assert [killed() for _ in range(times)] == [None] * times
     refused = killed()
     assert refused is not None

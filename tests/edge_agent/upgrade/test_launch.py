@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fedquilt.edge_agent.upgrade import launch
-from fedquilt.edge_agent.upgrade.launch import Choice, begin, parse, text
+from fedquilt.edge_agent.upgrade.launch import Choice, choose_version, format_choice, parse_choice
 
 A, B = "a" * 64, "b" * 64
-FLASHED = launch.name_of(Path(launch.__file__).resolve().parent)
+FLASHED = launch.installation_id(Path(launch.__file__).resolve().parent)
 SHOWS = """#!/bin/sh
 echo "$0 $* $FEDQUILT_LAUNCHED" >> {log}
 {then}
@@ -24,7 +24,7 @@ echo "$0 $* $FEDQUILT_LAUNCHED" >> {log}
 
 def plant(folder: Path, version: str, then: str = "exit 1") -> None:
     """A version that notes its start in FOLDER/log and then does something."""
-    program = launch.python(folder, version)
+    program = launch.python_path(folder, version)
     program.parent.mkdir(parents=True)
     program.write_text(SHOWS.format(log=folder / "log", then=then))
     program.chmod(0o755)
@@ -35,7 +35,7 @@ def tried(**changes: object) -> Choice:
 
 
 def test_nothing_over_the_air_starts_the_flashed_version(tmp_path: Path) -> None:
-    assert begin(None, "f", "boot", 0.0, tmp_path) == (Choice("f"), "")
+    assert choose_version(None, "f", "boot", 0.0, tmp_path) == (Choice("f"), "")
 
 
 def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
@@ -43,34 +43,34 @@ def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
     plant(tmp_path, B)
     choice = Choice("f", B, A, trying=True)
     for start in (1, 2, 3):
-        choice, said = begin(choice, "f", "boot", float(start), tmp_path)
+        choice, said = choose_version(choice, "f", "boot", float(start), tmp_path)
         assert (choice.current, choice.starts, said) == (B, start, "")
-    choice, said = begin(choice, "f", "boot", 4.0, tmp_path)
+    choice, said = choose_version(choice, "f", "boot", 4.0, tmp_path)
     assert (choice.current, choice.previous, choice.trying, choice.failed) == (A, None, False, B)
     assert choice.returned == "it ended 3 times without having held"
     assert said.startswith("returned from bbbbbbbbbbbb to aaaaaaaaaaaa: it ended 3 times")
-    assert begin(choice, "f", "boot", 5.0, tmp_path) == (choice, "")  # it stays there
+    assert choose_version(choice, "f", "boot", 5.0, tmp_path) == (choice, "")  # it stays there
 
 
 def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
     """The alarm has ended such a version; after another boot of the machine nobody can tell, so it is one start."""
     plant(tmp_path, B)
-    choice, _ = begin(tried(), "f", "boot", 400.0, tmp_path)
+    choice, _ = choose_version(tried(), "f", "boot", 400.0, tmp_path)
     assert choice.returned == "it was not online within 300 s"
     for alive in (tried(online=True), tried(boot="another"), tried(began_s=101.0)):
-        choice, _ = begin(alive, "f", "boot", 400.0, tmp_path)
+        choice, _ = choose_version(alive, "f", "boot", 400.0, tmp_path)
         assert (choice.current, choice.starts, choice.online) == (B, 2, False)
 
 
 def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> None:
-    choice, said = begin(tried(), "another", "boot", 0.0, tmp_path)
+    choice, said = choose_version(tried(), "another", "boot", 0.0, tmp_path)
     assert choice == Choice("another")
     assert "flashed anew" in said
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
     """The version before is not started either, if its environment is gone as well."""
-    choice, said = begin(Choice("f", B, A), "f", "boot", 0.0, tmp_path)
+    choice, said = choose_version(Choice("f", B, A), "f", "boot", 0.0, tmp_path)
     assert (choice.current, choice.failed) == ("", B)
     assert "is gone" in said
     assert "the flashed version" in said
@@ -94,22 +94,22 @@ def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
     ids=lambda text: text[:40],
 )
 def test_a_damaged_choice_counts_as_none(spoilt: str, tmp_path: Path) -> None:
-    assert parse(spoilt) is None
+    assert parse_choice(spoilt) is None
     (tmp_path / launch.CHOICE).write_text(spoilt)
-    assert launch.read(tmp_path) is None
+    assert launch.read_choice(tmp_path) is None
 
 
 def test_a_damaged_name_of_the_installation_counts_as_none(tmp_path: Path) -> None:
     """The launcher has to start the agent whatever the file has become."""
     for spoilt in ("", "{", "[]", "[" * 100_000):
         (tmp_path / "bundle.json").write_text(spoilt)
-        assert launch.name_of(tmp_path) == str(tmp_path)
+        assert launch.installation_id(tmp_path) == str(tmp_path)
 
 
 def test_a_choice_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert parse(text(tried())) == tried()
-    launch.write(tmp_path, tried())
-    assert launch.read(tmp_path) == tried()
+    assert parse_choice(format_choice(tried())) == tried()
+    launch.write_choice(tmp_path, tried())
+    assert launch.read_choice(tmp_path) == tried()
 
 
 # -- real processes -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
     folder = tmp_path / "versions"
     plant(folder, B)
 
-    launch.write(folder, Choice(FLASHED, B, "", trying=True))
+    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True))
     codes = [start(folder, tmp_path).returncode for _ in range(5)]
     assert codes == [1, 1, 1, 0, 0]
     lines = (folder / "log").read_text().splitlines()
@@ -147,12 +147,12 @@ def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
 def test_what_is_no_program_is_not_started_twice(tmp_path: Path) -> None:
     folder = tmp_path / "versions"
     plant(folder, B)
-    launch.python(folder, B).write_bytes(b"\x7fELF of another machine")
-    launch.write(folder, Choice(FLASHED, B, "", trying=True))
+    launch.python_path(folder, B).write_bytes(b"\x7fELF of another machine")
+    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True))
     done = start(folder, tmp_path)
     assert done.returncode == 0
     assert "it cannot be started" in done.stderr
-    found = launch.read(folder)
+    found = launch.read_choice(folder)
     assert found is not None
     assert (found.current, found.failed, found.returned) == (
         "",
@@ -166,9 +166,9 @@ def test_a_version_that_is_not_online_in_time_is_ended_by_the_alarm(tmp_path: Pa
     folder = tmp_path / "versions"
     plant(folder, B, "exec sleep 600")
 
-    launch.write(folder, Choice(FLASHED, B, "", trying=True, online_s=1.0))
+    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True, online_s=1.0))
     assert start(folder, tmp_path).returncode == -14
     assert start(folder, tmp_path).stdout.startswith("flashed")
-    found = launch.read(folder)
+    found = launch.read_choice(folder)
     assert found is not None
     assert found.returned == "it was not online within 1 s"

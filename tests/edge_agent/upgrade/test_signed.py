@@ -15,7 +15,7 @@ from upgrade_boards import Board
 from fedquilt.core import JobError
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.upgrade import archive, build, launch
-from fedquilt.edge_agent.upgrade.kind import AgentKind, launched
+from fedquilt.edge_agent.upgrade.kind import AgentKind, read_launch_info
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.tools.identity.authority import Authority
 
@@ -46,9 +46,9 @@ class Signed(Board):
     def keep(self, file: Path) -> str:
         """Take a version, which then holds."""
         new = self.take(file)
-        assert self.kind.ill() == ""
-        self.kind.keep()
-        assert (choice := launch.read(self.versions)) is not None
+        assert self.kind.unhealthy_reason() == ""
+        self.kind.confirm()
+        assert (choice := launch.read_choice(self.versions)) is not None
         assert (choice.current, choice.trying) == (new, False)
         return new
 
@@ -65,10 +65,10 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
     assert "has the authority's number 1, and this board has kept number 2" in said
     assert "make and sign its bundle anew" in said
     assert "number 0" in board.verdict(unnumbered).refused
-    assert board.kind.back()
+    assert board.kind.roll_back()
     board.start()
-    board.kind.drop()
-    assert (choice := launch.read(board.versions)) is not None
+    board.kind.discard_unused()
+    assert (choice := launch.read_choice(board.versions)) is not None
     assert choice.current == hashlib.sha256(first.read_bytes()).hexdigest()
     assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refused
     board.keep(second)
@@ -83,9 +83,9 @@ def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Call
     sign = board.authority.sign_upgrade
     board.keep(bundle("1", sign=sign, number=1))
     board.take(bundle("3", sign=sign, number=3))
-    assert board.kind.back()
+    assert board.kind.roll_back()
     board.start()
-    board.kind.drop()
+    board.kind.discard_unused()
     board.keep(bundle("2", sign=sign, number=2))
 
 
@@ -97,14 +97,14 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
     sign = board.authority.sign_upgrade
     old = bundle("1", sign=sign, number=1)
     board.take(bundle("2", sign=sign, number=2))
-    assert board.kind.ill() == ""
+    assert board.kind.unhealthy_reason() == ""
 
     def killed(kind: AgentKind, choice: Choice) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AgentKind, "_choose", killed)
+    monkeypatch.setattr(AgentKind, "_write_choice", killed)
     with pytest.raises(KeyboardInterrupt):
-        board.kind.keep()
+        board.kind.confirm()
     monkeypatch.undo()
     board.start()
     assert "has kept number 2" in board.verdict(old).refused
@@ -113,9 +113,9 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
 def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
     """Each greater than the one before, whatever the clock says, also in a folder that was put back from a copy."""
     made = Authority.create(tmp_path / "ours", "ours", time.time())
-    assert [made.next_upgrade(now_s) for now_s in (1000.0, 1000.0, 7.0, 2000.0)] == [1000, 1001, 1002, 2000]
+    assert [made.next_upgrade_number(now_s) for now_s in (1000.0, 1000.0, 7.0, 2000.0)] == [1000, 1001, 1002, 2000]
     (tmp_path / "ours" / "upgrades").unlink()
-    assert Authority(tmp_path / "ours").next_upgrade(3000.0) == 3000
+    assert Authority(tmp_path / "ours").next_upgrade_number(3000.0) == 3000
 
 
 def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
     file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
     with archive.open_bundle(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
-        build.trusted(opened, str(tmp_path / "odd.crt"), unsigned=False)
+        build.require_valid_signature(opened, str(tmp_path / "odd.crt"), unsigned=False)
 
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
     """An environment variable, which may hold any bytes, tells the agent of its launcher."""
     for said in ("", "{}", "\udcff", "[" * 100_000):
-        assert launched({launch.LAUNCHED: said}) is None
+        assert read_launch_info({launch.LAUNCHED: said}) is None
 
 
 def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:

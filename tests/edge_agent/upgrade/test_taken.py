@@ -11,13 +11,13 @@ from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.upgrade.central import SettingsKind
 from fedquilt.wire import Release
 
-OWN = agents.parse({"device": "d", "fleet": "f", "home": "unused", "budget": "2GB", "labels": ["site=lab"]})
+OWN = agents.parse_settings({"device": "d", "fleet": "f", "home": "unused", "budget": "2GB", "labels": ["site=lab"]})
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     made = Site(tmp_path)
-    made.kinds["settings"] = SettingsKind(OWN, 8 << 30, tmp_path / "d", lambda given: made.agent.take(given))
+    made.kinds["settings"] = SettingsKind(OWN, 8 << 30, tmp_path / "d", lambda given: made.agent.apply_settings(given))
     made.start()
     return made
 

@@ -35,16 +35,16 @@ class Board:
     def start(self) -> None:
         """What the unit does: the launcher decides, and what it chooses runs or ends at once."""
         while True:
-            before = launch.read(self.versions)
-            choice, _ = launch.begin(before, FLASHED, "boot", self.site.broker.now_s, self.versions)
+            before = launch.read_choice(self.versions)
+            choice, _ = launch.choose_version(before, FLASHED, "boot", self.site.broker.now_s, self.versions)
             if before is not None and choice != before:
-                launch.write(self.versions, choice)
+                launch.write_choice(self.versions, choice)
             self.begun.append(choice.current)
             if not choice.current or self.starts:
                 break
             self.site.broker.now_s += RESTART_S
         self.asked = False
-        settings = agents.parse({"device": "d", "home": "elsewhere", "upgrade": {"unsigned": True}})
+        settings = agents.parse_settings({"device": "d", "home": "elsewhere", "upgrade": {"unsigned": True}})
         started = Launched(str(self.versions), FLASHED, choice.current, ("agent",))
         make = ("sh", "-c", f"cat > /dev/null; mkdir -p {self.made}/bin; touch {self.made}/bin/python")
         self.site.kinds["agent"] = AgentKind(
@@ -63,8 +63,8 @@ class Board:
 
     def upgrade(self, bundle: bytes) -> None:
         """Publish a release, and let the board do what follows from it."""
-        self.blob: BlobRef = self.site.depot.put(bundle)
-        self.site.agent.goodbye()
+        self.blob: BlobRef = self.site.depot.store_bytes(bundle)
+        self.site.agent.shut_down()
         self.start()
         release = Release(rollout="r", kind="agent", serial=1, blob=self.blob, name=upgrades.NEW, soak_s=20.0)
         self.site.say("agent", release, retain=True)
@@ -74,7 +74,7 @@ class Board:
         for _ in range(200):
             self.site.run(1.0)
             if self.asked:
-                self.site.agent.goodbye()
+                self.site.agent.shut_down()
                 self.start()
             told: list[Installed] = self.site.all("installed")
             if told and told[-1].phase in ("committed", "refused", "returned") and not self.asked:
@@ -92,7 +92,7 @@ def test_twenty_boards_return_by_themselves_from_a_version_that_cannot_start(tmp
         told.append(board.settle())
         new = board.blob.sha256
         assert board.begun == ["", "", new, new, new, ""]
-        choice = launch.read(board.versions)
+        choice = launch.read_choice(board.versions)
         assert choice is not None
         assert (choice.current, choice.failed, choice.trying) == ("", new, False)
         assert not (board.versions / new).exists()
@@ -108,12 +108,12 @@ def test_a_version_that_starts_and_is_online_is_kept(tmp_path: Path) -> None:
     told = board.settle()
     new = board.blob.sha256
     assert (told.phase, told.current, told.name) == ("committed", new, upgrades.NEW)
-    assert launch.read(board.versions) == Choice(
+    assert launch.read_choice(board.versions) == Choice(
         FLASHED,
         new,
         "",
         starts=1,
         online=True,
-        began_s=launch.read(board.versions).began_s,
+        began_s=launch.read_choice(board.versions).began_s,
         boot="boot",  # type: ignore[union-attr]
     )

@@ -67,8 +67,8 @@ def test_costs_are_counted_to_the_target() -> None:
 def test_jobs_of_one_method_are_called_by_what_differs() -> None:
     """Else their rows could not be told apart."""
     stronger = PROX.replace(params={"mu": 1.0})
-    assert comparison(PROX, stronger).names == ["fedprox params.mu=0.1", "fedprox params.mu=1.0"]
-    assert comparison(PROX, PROX.replace(method="scaffold")).names == ["fedprox", "scaffold"]
+    assert comparison(PROX, stronger).labels == ["fedprox params.mu=0.1", "fedprox params.mu=1.0"]
+    assert comparison(PROX, PROX.replace(method="scaffold")).labels == ["fedprox", "scaffold"]
 
 
 def test_every_evaluation_is_a_row_of_the_curves() -> None:
@@ -90,7 +90,7 @@ def test_runs_are_the_commands_and_are_made_once(
     assert capsys.readouterr().err == ""
     file = str(job.write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
-    monkeypatch.setattr(compare, "play", None)  # nothing is run again
+    monkeypatch.setattr(compare, "run_seed", None)  # nothing is run again
     argv = ["--methods", "fedavg", "scaffold", "--seeds", "0", "1", "--out", str(tmp_path / "out")]
     assert main(["compare", file, *argv]) == 0
     assert "4 of 4 runs are in" in capsys.readouterr().err

@@ -41,8 +41,8 @@ def test_a_job_reads_as_it_was_written(tmp_path: Path) -> None:
     """The file holds what is not as its default; the command reads the same job."""
     path = job().write(tmp_path / "job.toml")
     assert fq.Job.read(path) == job()
-    assert settings.load(path) == job().settings
-    written = config.read(path)
+    assert settings.load_job(path) == job().settings
+    written = config.read_toml(path)
     assert written["cohort"] == {"size": 5, "deadline": "predicted"}
     assert "rounds" not in written
 

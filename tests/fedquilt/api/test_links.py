@@ -62,9 +62,9 @@ def test_messages_of_a_slow_client_follow_one_another_both_ways() -> None:
 
     def times(link: object) -> list[float]:
         found = []
-        while (due_s := broker.next_s()) is not None:
+        while (due_s := broker.next_delivery_s()) is not None:
             broker.now_s = due_s
-            if link in broker.deliver():
+            if link in broker.deliver_due():
                 found.append(round(broker.now_s, 3))
         return found
 

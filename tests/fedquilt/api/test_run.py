@@ -44,7 +44,7 @@ def small(**changes: Any) -> fq.Job:
 def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
     """Bytes and joules are split by round and by device, and none is lost; so says the log's own account."""
     with Store(run.home) as store:
-        whole = costs.account(fact for _, _, fact in store.facts(run.id)).whole
+        whole = costs.compute_job_cost(fact for _, _, fact in store.read_events(run.id)).whole
     rounds, devices = run.rounds(), run.devices()
     for column, total in (("down_bytes", whole.down_bytes), ("up_bytes", whole.up_bytes), ("joules", whole.energy_j)):
         assert sum(rounds[column]) == pytest.approx(total)
@@ -58,8 +58,8 @@ def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
 def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
     """A check is of the state that its round begins with; the closing one is the last round's."""
     with Store(run.home) as store:
-        facts = [(at, fact) for _, at, fact in store.facts(run.id)]
-    points = {point.rounds: point for point in progress.points(facts, 3) if point.personal is not None}
+        facts = [(at, fact) for _, at, fact in store.read_events(run.id)]
+    points = {point.rounds: point for point in progress.progress_points(facts, 3) if point.personal is not None}
     assert sorted(points) == [0, 1, 2, 3]
     held = [points[number].personal.weighted for number in (1, 2, 3)]  # type: ignore[union-attr]
     assert run.rounds()["held_accuracy"] == held

@@ -21,7 +21,7 @@ from fedquilt.coordinator.store import Store
 def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
     """Who was asked and answered with what bytes, and the sha256 of every state."""
     with Store(run.home) as store:
-        facts = [fact for _, _, fact in store.facts(run.id)]
+        facts = [fact for _, _, fact in store.read_events(run.id)]
     usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
     return (
         [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
@@ -192,4 +192,4 @@ def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPa
     assert len(shown) == 2
     assert "round 1 of 1, accuracy" in shown[-1]
     sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
-    assert isinstance(live.display(None), live.Silent)
+    assert isinstance(live.make_display(None), live.Silent)

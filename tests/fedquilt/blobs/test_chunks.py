@@ -16,7 +16,7 @@ def ref_of(payload: bytes) -> BlobRef:
 
 
 def cut(payload: bytes, chunk: int) -> wire.Manifest:
-    return blobs.chunks.cut(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return blobs.chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
 
 
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
@@ -27,19 +27,19 @@ BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in rang
 
 def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet() -> None:
     """256 KiB, or the broker's limit less 1 KiB."""
-    assert blobs.chunks.chunk_for(2_000_000) == 256 * KIB
-    assert blobs.chunks.chunk_for(128 * KIB) == 127 * KIB
-    assert blobs.chunks.chunk_for(2 * KIB) == KIB
+    assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
+    assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
+    assert blobs.chunks.chunk_size_for(2 * KIB) == KIB
     with pytest.raises(LinkError, match="takes 2047 bytes at most: raise its packet limit to 2048"):
-        blobs.chunks.chunk_for(2 * KIB - 1)
+        blobs.chunks.chunk_size_for(2 * KIB - 1)
 
 
 def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter() -> None:
     """20,500 bytes in chunks of 2048: ten of them, and 20 bytes."""
     manifest = cut(bytes(20500), 2 * KIB)
-    assert blobs.chunks.count(manifest) == 11
-    assert blobs.chunks.extent(manifest, 0) == (0, 2048)
-    assert blobs.chunks.extent(manifest, 10) == (20480, 20)
+    assert blobs.chunks.chunk_count(manifest) == 11
+    assert blobs.chunks.chunk_extent(manifest, 0) == (0, 2048)
+    assert blobs.chunks.chunk_extent(manifest, 10) == (20480, 20)
     assert manifest.digests[640:] == hashlib.sha256(bytes(20)).hexdigest()
     assert manifest.digests[:64] == hashlib.sha256(bytes(2048)).hexdigest()
 
@@ -52,16 +52,18 @@ def test_cutting_reads_one_chunk_at_a_time() -> None:
         asked.append((offset, size))
         return BLOB[offset : offset + size]
 
-    blobs.chunks.cut(ref_of(BLOB), 3 * KIB, read)
+    blobs.chunks.build_manifest(ref_of(BLOB), 3 * KIB, read)
     assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
 
 
 def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend() -> None:
     """A manifest has 64 characters per chunk: 1 KiB carries 12, 256 KiB carries 4092."""
     with pytest.raises(LinkError, match="raise the broker's packet limit"):
-        blobs.chunks.cut(BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size))
+        blobs.chunks.build_manifest(BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size))
     with pytest.raises(LinkError, match=r"2000 MB; in chunks of 262144 bytes 1073 MB .* several smaller files"):
-        blobs.chunks.cut(BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size))
+        blobs.chunks.build_manifest(
+            BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size)
+        )
 
 
 @pytest.mark.parametrize("chunk", [KIB, 2 * KIB, 127 * KIB, 256 * KIB])
@@ -75,7 +77,7 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk: int) -> None:
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
     """A disk that lost a bit."""
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
-        blobs.chunks.cut(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size))
+        blobs.chunks.build_manifest(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size))
 
 
 # -- serving --
@@ -83,7 +85,7 @@ def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
 
 def taken(serve: Serve, backlog_bytes: int = 0) -> list[tuple[str, int]]:
     found = []
-    while (item := serve.take(backlog_bytes)) is not None:
+    while (item := serve.take_next(backlog_bytes)) is not None:
         found.append((item.device, item.index))
     return found
 
@@ -92,9 +94,9 @@ def test_each_device_is_served_in_its_turn() -> None:
     """Who asked for much does not keep the others waiting."""
     serve = Serve()
     for index in range(3):
-        serve.ask(Item("a", "s", KIB, index))
-    serve.ask(Item("b", "s", KIB, 0))
-    serve.ask(Item("c", "s", KIB, 0))
+        serve.add(Item("a", "s", KIB, index))
+    serve.add(Item("b", "s", KIB, 0))
+    serve.add(Item("c", "s", KIB, 0))
     assert taken(serve) == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("a", 2)]
     assert len(serve) == 0
 
@@ -103,9 +105,9 @@ def test_asking_twice_before_it_was_sent_sends_it_once() -> None:
     """An impatient device does not make a slow line slower."""
     serve = Serve()
     for _ in range(5):
-        serve.ask(Item("a", "s", KIB, 7))
+        serve.add(Item("a", "s", KIB, 7))
     assert taken(serve) == [("a", 7)]
-    serve.ask(Item("a", "s", KIB, 7))
+    serve.add(Item("a", "s", KIB, 7))
     assert taken(serve) == [("a", 7)]
 
 
@@ -113,18 +115,18 @@ def test_nothing_is_sent_beyond_the_budget() -> None:
     """A budget of 4 chunks with 3 queued has room for one; an idle link takes a chunk of any size."""
     serve = Serve(budget_bytes=4 * KIB)
     for index in range(3):
-        serve.ask(Item("a", "s", KIB, index))
-    assert serve.take(3 * KIB + 1) is None
-    assert serve.take(3 * KIB) == Item("a", "s", KIB, 0)
+        serve.add(Item("a", "s", KIB, index))
+    assert serve.take_next(3 * KIB + 1) is None
+    assert serve.take_next(3 * KIB) == Item("a", "s", KIB, 0)
     narrow = Serve(budget_bytes=1)
-    narrow.ask(Item("a", "s", KIB, 0))
-    assert narrow.take(1) is None
-    assert narrow.take(0) == Item("a", "s", KIB, 0)
+    narrow.add(Item("a", "s", KIB, 0))
+    assert narrow.take_next(1) is None
+    assert narrow.take_next(0) == Item("a", "s", KIB, 0)
 
 
 def test_a_device_that_asks_for_everything_at_once_is_heard_in_part() -> None:
     """What is queued for one device is bounded; it will ask for the rest again."""
     serve = Serve()
     for index in range(10_000):
-        serve.ask(Item("a", "s", KIB, index))
+        serve.add(Item("a", "s", KIB, index))
     assert len(serve) == 256

@@ -20,7 +20,7 @@ def ref_of(payload: bytes) -> BlobRef:
 
 
 def cut(payload: bytes, chunk: int) -> wire.Manifest:
-    return chunks.cut(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
 
 
 CHUNK = 2 * KIB
@@ -29,15 +29,15 @@ MANIFEST = cut(BLOB, CHUNK)
 
 
 def chunk_of(index: int) -> bytes:
-    offset, size = chunks.extent(MANIFEST, index)
+    offset, size = chunks.chunk_extent(MANIFEST, index)
     return BLOB[offset : offset + size]
 
 
 def begun(now_s: float = 0.0, patience_s: float = 300.0) -> Pull:
     """A pull of BLOB that has its manifest."""
     pull = Pull(ref_of(BLOB), CHUNK, now_s, patience_s)
-    pull.requests(now_s)
-    assert pull.take_manifest(MANIFEST, now_s)
+    pull.next_requests(now_s)
+    assert pull.handle_manifest(MANIFEST, now_s)
     return pull
 
 
@@ -49,48 +49,48 @@ def test_an_empty_blob_is_complete_with_its_manifest() -> None:
     """It has no chunks."""
     manifest = cut(b"", KIB)
     pull = Pull(ref_of(b""), KIB, 0.0)
-    assert (chunks.count(manifest), manifest.digests) == (0, "")
-    assert not pull.done
-    assert pull.take_manifest(manifest, 0.0)
-    assert pull.done
+    assert (chunks.chunk_count(manifest), manifest.digests) == (0, "")
+    assert not pull.is_complete
+    assert pull.handle_manifest(manifest, 0.0)
+    assert pull.is_complete
 
 
 def test_the_manifest_is_asked_for_first_and_once() -> None:
     """A request without indices."""
     pull = Pull(ref_of(BLOB), CHUNK, 0.0)
-    assert pull.requests(0.0) == [wire.Get(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
-    assert pull.requests(0.5) == []
+    assert pull.next_requests(0.0) == [wire.Get(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
+    assert pull.next_requests(0.5) == []
     assert pull.due_s == 2.0
 
 
 def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
     """Two at first; eight outstanding once six have come, asked for in fours."""
     pull = begun()
-    assert indices(pull.requests(0.0)) == [0, 1]
+    assert indices(pull.next_requests(0.0)) == [0, 1]
     most, got = 0, [0, 1]
     while got:
-        assert pull.take_chunk(got[0], chunk_of(got[0]), 0.01)
-        requests = pull.requests(0.01)
+        assert pull.handle_chunk(got[0], chunk_of(got[0]), 0.01)
+        requests = pull.next_requests(0.01)
         assert all(len(request.indices) <= 4 for request in requests)
         got = got[1:] + indices(requests)
         most = max(most, len(got))
     assert most == 8
-    assert pull.done
+    assert pull.is_complete
 
 
 def test_requests_are_batched_once_the_window_is_open() -> None:
     """With eight on their way, the next is asked for when four have come."""
     pull = begun()
-    on_the_way = indices(pull.requests(0.0))
+    on_the_way = indices(pull.next_requests(0.0))
     for _ in range(6):
         index = on_the_way.pop(0)
-        pull.take_chunk(index, chunk_of(index), 0.01)
-        on_the_way += indices(pull.requests(0.01))
+        pull.handle_chunk(index, chunk_of(index), 0.01)
+        on_the_way += indices(pull.next_requests(0.01))
     sizes = []
     while len(on_the_way) > 4:
         index = on_the_way.pop(0)
-        pull.take_chunk(index, chunk_of(index), 0.02)
-        requests = pull.requests(0.02)
+        pull.handle_chunk(index, chunk_of(index), 0.02)
+        requests = pull.next_requests(0.02)
         sizes += [len(request.indices) for request in requests]
         on_the_way += indices(requests)
     assert set(sizes) == {4}
@@ -99,68 +99,68 @@ def test_requests_are_batched_once_the_window_is_open() -> None:
 def test_no_more_is_asked_for_than_there_is_room() -> None:
     """Room for one chunk and a half is room for one."""
     pull = begun()
-    assert pull.requests(0.0, room_bytes=2047) == []
-    assert indices(pull.requests(0.0, room_bytes=3000)) == [0]
+    assert pull.next_requests(0.0, room_bytes=2047) == []
+    assert indices(pull.next_requests(0.0, room_bytes=3000)) == [0]
     assert pull.outstanding_bytes == CHUNK
 
 
 def test_a_chunk_that_came_twice_is_written_once() -> None:
     """Duplicates are counted and harmless."""
     pull = begun()
-    pull.requests(0.0)
-    assert pull.take_chunk(0, chunk_of(0), 0.1)
-    assert not pull.take_chunk(0, chunk_of(0), 0.1)
+    pull.next_requests(0.0)
+    assert pull.handle_chunk(0, chunk_of(0), 0.1)
+    assert not pull.handle_chunk(0, chunk_of(0), 0.1)
     assert pull.duplicates == 1
 
 
 def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
     """Of the wrong content, or the wrong length."""
     pull = begun()
-    assert indices(pull.requests(0.0)) == [0, 1]
-    assert not pull.take_chunk(0, chunk_of(1), 0.1)
-    assert not pull.take_chunk(1, chunk_of(1)[:-1], 0.1)
+    assert indices(pull.next_requests(0.0)) == [0, 1]
+    assert not pull.handle_chunk(0, chunk_of(1), 0.1)
+    assert not pull.handle_chunk(1, chunk_of(1)[:-1], 0.1)
     assert pull.bad == 2
-    assert indices(pull.requests(0.1)) == [0, 1]
-    assert pull.take_chunk(0, chunk_of(0), 0.2)
+    assert indices(pull.next_requests(0.1)) == [0, 1]
+    assert pull.handle_chunk(0, chunk_of(0), 0.2)
 
 
 def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
     """Twenty in a row; one good chunk in between starts the count anew."""
     pull = begun()
     for _ in range(19):
-        pull.take_chunk(0, b"bad", 0.0)
-    pull.take_chunk(0, chunk_of(0), 0.0)
+        pull.handle_chunk(0, b"bad", 0.0)
+    pull.handle_chunk(0, chunk_of(0), 0.0)
     for _ in range(19):
-        pull.take_chunk(1, b"bad", 0.0)
+        pull.handle_chunk(1, b"bad", 0.0)
     assert pull.failed is None
-    pull.take_chunk(1, b"bad", 0.0)
+    pull.handle_chunk(1, b"bad", 0.0)
     assert pull.failed == "the other side sent 20 chunks that are damaged, one after the other"
-    assert pull.requests(0.0) == []
+    assert pull.next_requests(0.0) == []
 
 
 def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
     """2, 4, 8, 16, 30, 30 s; each time one chunk alone is asked for, until something is heard."""
     pull = begun()
-    pull.requests(0.0)
+    pull.next_requests(0.0)
     now_s, waits = 0.0, []
     for _ in range(6):
         waits.append(pull.due_s - now_s)
         now_s = pull.due_s
-        assert indices(pull.requests(now_s)) == [0]
+        assert indices(pull.next_requests(now_s)) == [0]
     assert waits == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert pull.take_chunk(0, chunk_of(0), now_s)
+    assert pull.handle_chunk(0, chunk_of(0), now_s)
     assert pull.backoff == 0
 
 
 def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() -> None:
     """Chunk 0 never comes, the others do: it is asked for again when three that were requested later are here."""
     pull = begun()
-    assert indices(pull.requests(0.0)) == [0, 1]
+    assert indices(pull.next_requests(0.0)) == [0, 1]
     for tick in range(1, 25):
         now_s = tick / 10
         if tick < 20:
-            pull.take_chunk(tick, chunk_of(tick), now_s)
-        asked_again = indices(pull.requests(now_s))
+            pull.handle_chunk(tick, chunk_of(tick), now_s)
+        asked_again = indices(pull.next_requests(now_s))
         if 0 in asked_again:
             break
     assert now_s == 0.3
@@ -173,27 +173,27 @@ def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line
     pull = begun()
     now_s = 0.0
     while not pull.had[18]:
-        for index in indices(pull.requests(now_s)):
+        for index in indices(pull.next_requests(now_s)):
             if index != 19:
-                pull.take_chunk(index, chunk_of(index), now_s + 0.01)
+                pull.handle_chunk(index, chunk_of(index), now_s + 0.01)
         now_s += 0.01
-    assert pull.requests(now_s + 0.4) == []
+    assert pull.next_requests(now_s + 0.4) == []
     assert pull.due_s <= now_s + 0.5
-    assert indices(pull.requests(pull.due_s)) == [19]
-    pull.reconnected(CHUNK, 5.0)
-    assert indices(pull.requests(5.0)) == [19]
+    assert indices(pull.next_requests(pull.due_s)) == [19]
+    pull.handle_reconnect(CHUNK, 5.0)
+    assert indices(pull.next_requests(5.0)) == [19]
     assert pull.due_s == 5.5
 
 
 def test_the_time_out_follows_the_line() -> None:
     """A first answer after 3 s: 4 * 3 = 12 s; the next after 1 s: srtt = 3 + (1 - 3) / 8 = 2.75, so 11 s."""
     pull = begun(patience_s=1e6)
-    pull.requests(0.0)
-    pull.requests(2.0)
-    assert pull.take_chunk(0, chunk_of(0), 3.0)
+    pull.next_requests(0.0)
+    pull.next_requests(2.0)
+    assert pull.handle_chunk(0, chunk_of(0), 3.0)
     assert pull.timeout_s == 12.0
-    assert indices(pull.requests(3.0)) == [1, 2]
-    assert pull.take_chunk(2, chunk_of(2), 4.0)
+    assert indices(pull.next_requests(3.0)) == [1, 2]
+    assert pull.handle_chunk(2, chunk_of(2), 4.0)
     assert pull.timeout_s == 11.0
 
 
@@ -202,7 +202,7 @@ def test_patience_ends_after_no_progress_and_not_before() -> None:
     pull = begun(patience_s=300.0)
     now_s = 0.0
     while pull.failed is None:
-        pull.requests(now_s)
+        pull.next_requests(now_s)
         assert pull.failed is None or now_s >= 300.0
         now_s = pull.due_s
     assert pull.failed == "no answer for 300 s"
@@ -213,18 +213,18 @@ def test_time_does_not_pass_for_a_parked_pull() -> None:
     pull = begun(patience_s=300.0)
     pull.park(10.0)
     pull.unpark(1000.0)
-    assert indices(pull.requests(1000.0)) == [0, 1]
+    assert indices(pull.next_requests(1000.0)) == [0, 1]
     assert pull.failed is None
 
 
 def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
     """What has come stays."""
     pull = begun()
-    pull.requests(0.0)
-    pull.take_chunk(0, chunk_of(0), 0.1)
-    assert indices(pull.requests(0.1)) == [2, 3]
-    pull.reconnected(CHUNK, 60.0)
-    assert indices(pull.requests(60.0)) == [1, 2]
+    pull.next_requests(0.0)
+    pull.handle_chunk(0, chunk_of(0), 0.1)
+    assert indices(pull.next_requests(0.1)) == [2, 3]
+    pull.handle_reconnect(CHUNK, 60.0)
+    assert indices(pull.next_requests(60.0)) == [1, 2]
 
 
 def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
@@ -232,14 +232,14 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
     payload = BLOB[: 6 * CHUNK]
     coarse, fine = cut(payload, 2 * CHUNK), cut(payload, CHUNK)
     pull = Pull(ref_of(payload), 2 * CHUNK, 0.0)
-    assert pull.take_manifest(coarse, 0.0)
-    assert pull.take_manifest(fine, 0.0)
-    assert not pull.take_manifest(coarse, 0.0)
+    assert pull.handle_manifest(coarse, 0.0)
+    assert pull.handle_manifest(fine, 0.0)
+    assert not pull.handle_manifest(coarse, 0.0)
     assert len(pull.had) == 6
     other = Pull(ref_of(payload), 2 * CHUNK, 0.0)
-    other.take_manifest(coarse, 0.0)
-    other.reconnected(CHUNK, 1.0)
-    assert other.requests(1.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK)]
+    other.handle_manifest(coarse, 0.0)
+    other.handle_reconnect(CHUNK, 1.0)
+    assert other.next_requests(1.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK)]
 
 
 def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
@@ -247,29 +247,29 @@ def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
     pull = Pull(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
-        assert not pull.take_manifest(wire.Manifest(**(good | change)), 0.0)  # type: ignore[arg-type]
+        assert not pull.handle_manifest(wire.Manifest(**(good | change)), 0.0)  # type: ignore[arg-type]
     assert pull.bad == 4
-    assert pull.take_manifest(MANIFEST, 0.0)
+    assert pull.handle_manifest(MANIFEST, 0.0)
 
 
 def test_a_pull_goes_on_from_what_is_on_disk() -> None:
     """Chunks 0 to 17 are there: only 18 and 19 are asked for."""
     pull = begun()
-    pull.start(bytes([1] * 18 + [0] * 2))
-    assert indices(pull.requests(0.0)) == [18, 19]
+    pull.set_stored_chunks(bytes([1] * 18 + [0] * 2))
+    assert indices(pull.next_requests(0.0)) == [18, 19]
 
 
 def test_missing_is_believed_when_it_is_said_again() -> None:
     """The first may be a late answer to a request of an earlier round."""
     pull = Pull(ref_of(BLOB), CHUNK, 0.0)
-    pull.requests(0.0)
-    pull.take_missing("not offered", 0.1)
-    pull.take_missing("not offered", 0.2)
+    pull.next_requests(0.0)
+    pull.handle_missing("not offered", 0.1)
+    pull.handle_missing("not offered", 0.2)
     assert pull.failed is None
-    assert pull.requests(0.2) == []
+    assert pull.next_requests(0.2) == []
     assert pull.due_s == 1.1
-    assert len(pull.requests(1.1)) == 1
-    pull.take_missing("not offered", 1.2)
+    assert len(pull.next_requests(1.1)) == 1
+    pull.handle_missing("not offered", 1.2)
     assert pull.failed == "the other side cannot send it: not offered"
 
 
@@ -292,18 +292,18 @@ def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: 
         match event:
             case ("manifest", size, chunk, digests):
                 odd = wire.Manifest(sha256=MANIFEST.sha256, size=size, chunk=chunk, digests="0" * 64 * digests)
-                pull.take_manifest(MANIFEST if digests > 20 else odd, now_s)
+                pull.handle_manifest(MANIFEST if digests > 20 else odd, now_s)
             case ("chunk", index, how):
                 payload = {"good": chunk_of(min(max(index, 0), 19)), "short": b"", "noise": b"x" * CHUNK}[how]
-                if pull.take_chunk(index, payload, now_s):
+                if pull.handle_chunk(index, payload, now_s):
                     assert payload == chunk_of(index)
             case ("missing", reason):
-                pull.take_missing(reason, now_s)
+                pull.handle_missing(reason, now_s)
             case ("reconnected", chunk):
-                pull.reconnected(chunk, now_s)
+                pull.handle_reconnect(chunk, now_s)
             case ("requests", room_bytes):
                 before = pull.outstanding_bytes
-                pull.requests(now_s, room_bytes)
+                pull.next_requests(now_s, room_bytes)
                 assert pull.outstanding_bytes <= before + room_bytes
         assert not math.isnan(pull.due_s)
 
@@ -315,7 +315,7 @@ def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
     index, place = data.draw(st.integers(0, 19)), data.draw(st.integers(0, CHUNK - 1))
     chunk = bytearray(chunk_of(index))
     chunk[place] ^= data.draw(st.integers(1, 255))
-    assert not begun().take_chunk(index, bytes(chunk), 0.0)
+    assert not begun().handle_chunk(index, bytes(chunk), 0.0)
 
 
 def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
@@ -325,9 +325,9 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
     pull = Pull(ref, 200_000, 0.0)
     taken = 0
     for chunk in range(200_000, 100_000, -1000):
-        pull.requests(0.0)
+        pull.next_requests(0.0)
         digests = "0" * 64 * -(-size // chunk)
-        taken += pull.take_manifest(wire.Manifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0)
+        taken += pull.handle_manifest(wire.Manifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0)
     assert taken == 8
     assert pull.failed is not None
     assert "cut it anew more than 8 times" in pull.failed
@@ -337,19 +337,19 @@ def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
     """Its digest is the chunk's: one request, one answer."""
     payload = BLOB[:CHUNK]
     pull = Pull(ref_of(payload), CHUNK, 0.0)
-    assert pull.requests(0.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
-    assert not pull.take_chunk(0, b"x" * CHUNK, 0.1)
-    assert pull.take_chunk(0, payload, 0.2)
-    assert pull.done
+    assert pull.next_requests(0.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
+    assert not pull.handle_chunk(0, b"x" * CHUNK, 0.1)
+    assert pull.handle_chunk(0, payload, 0.2)
+    assert pull.is_complete
 
 
 def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
     """A broker's smaller packets: the other side answers with its manifest, and chunks are asked for by that."""
     payload = BLOB[:CHUNK]
     pull = Pull(ref_of(payload), CHUNK, 0.0)
-    pull.requests(0.0)
-    assert pull.take_manifest(cut(payload, KIB), 0.1)
-    assert indices(pull.requests(0.1)) == [0, 1]
-    assert pull.take_chunk(0, payload[:KIB], 0.2)
-    assert pull.take_chunk(1, payload[KIB:], 0.2)
-    assert pull.done
+    pull.next_requests(0.0)
+    assert pull.handle_manifest(cut(payload, KIB), 0.1)
+    assert indices(pull.next_requests(0.1)) == [0, 1]
+    assert pull.handle_chunk(0, payload[:KIB], 0.2)
+    assert pull.handle_chunk(1, payload[KIB:], 0.2)
+    assert pull.is_complete

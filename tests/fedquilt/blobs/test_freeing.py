@@ -40,13 +40,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: Path, held: Held) -> None:
     """The caller does not wait; what is stored meanwhile under the same name stays."""
     depot = Depot(tmp_path)
-    ref = depot.put(bytes(1000))
-    depot.drop(ref.sha256)
-    assert not depot.has(ref)
+    ref = depot.store_bytes(bytes(1000))
+    depot.remove_blob(ref.sha256)
+    assert not depot.has_blob(ref)
     assert not list(tmp_path.iterdir())
     until(lambda: held.closed, "a close")
     assert held.closed == [f"{tmp_path / ref.sha256} (deleted)"]
-    depot.put(bytes(1000))
+    depot.store_bytes(bytes(1000))
     held.may.set()
     assert depot.load(ref.sha256) == bytes(1000)
 
@@ -57,9 +57,9 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
     """Descriptors do not run out, however many are dropped together."""
     monkeypatch.setattr(freeing, "OPEN_MOST", 2)
     depot = Depot(tmp_path)
-    refs = [depot.put(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
+    refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
     for ref in refs:
-        depot.drop(ref.sha256)
+        depot.remove_blob(ref.sha256)
     assert not list(tmp_path.iterdir())
     open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert sorted(each for each in open_files if each.startswith(str(tmp_path))) == sorted(
@@ -70,7 +70,7 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
 def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
     """A sweep of the depot after a crash finds large blobs of no use."""
     depot = Depot(tmp_path)
-    ref = depot.put(bytes(1000))
+    ref = depot.store_bytes(bytes(1000))
     depot.remove_all_but(set())
-    assert not depot.has(ref)
+    assert not depot.has_blob(ref)
     until(lambda: held.closed, "a close")

@@ -55,9 +55,9 @@ def fetched(tmp_path: Path, server: Server, reach: over_http.Reach, *before: Sou
     sha256 = hashlib.sha256(PAYLOAD).hexdigest()
     manifest = wire.Manifest(sha256=sha256, size=len(PAYLOAD), chunk=CHUNK, digests=digests)
     depot = Depot(tmp_path)
-    intake = Intake(depot, manifest, depot.resume(manifest))
-    over_http.fetch(reach, (*before, source(server, sha256)), intake)
-    assert depot.has(intake.ref)
+    intake = Intake(depot, manifest, depot.open_part(manifest))
+    over_http.fetch_blob(reach, (*before, source(server, sha256)), intake)
+    assert depot.has_blob(intake.ref)
     return depot
 
 
@@ -114,5 +114,5 @@ def test_a_place_without_an_address_is_passed_over(tmp_path: Path, origin: str) 
     server.thread.join()
     assert server.starts == [0]
     with pytest.raises(over_http.CarrierError, match="is no host and port") as refused:
-        over_http.ask(over_http.Reach(), "HEAD", Source(url=f"{origin}/secret", token="t"))
+        over_http.send_request(over_http.Reach(), "HEAD", Source(url=f"{origin}/secret", token="t"))
     assert "secret" not in str(refused.value)

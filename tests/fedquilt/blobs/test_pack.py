@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.pack import Pack, copy_of
+from fedquilt.blobs.pack import Pack, read_foreign_blob
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.core import BlobRef
@@ -23,20 +23,20 @@ def sha256(payload: bytes) -> str:
 def filled(path: Path, *payloads: bytes) -> Pack:
     pack = Pack(str(path), REAL)
     for payload in payloads:
-        pack.name(sha256(payload), pack.put(sha256(payload), payload), len(payload))
+        pack.name_blob(sha256(payload), pack.write_blob(sha256(payload), payload), len(payload))
     return pack
 
 
 def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path: Path) -> None:
     pack = filled(tmp_path / "pack", b"one", b"two", b"three")
     size = (tmp_path / "pack").stat().st_size
-    pack.drop(sha256(b"one"))
+    pack.remove_blob(sha256(b"one"))
     assert sha256(b"one") not in pack
-    place = pack.put(sha256(b"six"), b"six")
+    place = pack.write_blob(sha256(b"six"), b"six")
     assert sha256(b"six") not in pack  # it has no name yet
-    pack.name(sha256(b"six"), place, 3)
-    assert [pack.read(sha256(each)) for each in (b"six", b"two", b"three")] == [b"six", b"two", b"three"]
-    assert pack.read(sha256(b"three"), 1, 2) == b"hr"
+    pack.name_blob(sha256(b"six"), place, 3)
+    assert [pack.read_range(sha256(each)) for each in (b"six", b"two", b"three")] == [b"six", b"two", b"three"]
+    assert pack.read_range(sha256(b"three"), 1, 2) == b"hr"
     assert (tmp_path / "pack").stat().st_size == size
 
 
@@ -45,12 +45,12 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     content = (tmp_path / "pack").read_bytes()
     (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
     pack = Pack(str(tmp_path / "pack"), REAL)
-    assert pack.names() == [sha256(b"one")]
-    place = pack.put(sha256(b"four"), b"four")
-    pack.name(sha256(b"four"), place, 4)
+    assert pack.blob_names() == [sha256(b"one")]
+    place = pack.write_blob(sha256(b"four"), b"four")
+    pack.name_blob(sha256(b"four"), place, 4)
     again = Pack(str(tmp_path / "pack"), REAL)
-    assert sorted(again.names()) == sorted([sha256(b"one"), sha256(b"four")])
-    assert again.read(sha256(b"four")) == b"four"
+    assert sorted(again.blob_names()) == sorted([sha256(b"one"), sha256(b"four")])
+    assert again.read_range(sha256(b"four")) == b"four"
 
 
 @pytest.mark.parametrize("byte", range(52))
@@ -65,13 +65,13 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Pat
         damaged[head + byte] ^= 1 << bit
         (tmp_path / "pack").write_bytes(damaged)
         pack = Pack(str(tmp_path / "pack"), REAL)
-        assert pack.names() == [sha256(each) for each in blobs if each != b"second"]
-        pack.drop(sha256(b"third"))
+        assert pack.blob_names() == [sha256(each) for each in blobs if each != b"second"]
+        pack.remove_blob(sha256(b"third"))
         for each in (b"newer", b"later", b"second"):
-            pack.name(sha256(each), pack.put(sha256(each), each), len(each))
+            pack.name_blob(sha256(each), pack.write_blob(sha256(each), each), len(each))
         again = Pack(str(tmp_path / "pack"), REAL)
         kept = (b"first", b"fourth", b"newer", b"later", b"second")
-        assert {name: again.read(name) for name in again.names()} == {sha256(each): each for each in kept}
+        assert {name: again.read_range(name) for name in again.blob_names()} == {sha256(each): each for each in kept}
 
 
 def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None
     damaged[0] ^= 1
     (tmp_path / "pack").write_bytes(damaged)
     pack = Pack(str(tmp_path / "pack"), REAL)
-    pack.name(sha256(b"y" * 200), pack.put(sha256(b"y" * 200), b"y" * 200), 200)
+    pack.name_blob(sha256(b"y" * 200), pack.write_blob(sha256(b"y" * 200), b"y" * 200), 200)
     kept = (b"the next one", b"last" * 100, b"y" * 200)
-    assert {name: pack.read(name) for name in pack.names()} == {sha256(each): each for each in kept}
+    assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in kept}
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -96,54 +96,54 @@ def test_a_pack_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path, torn: 
     written = b"".join(head + each for head, each in zip(slots, blobs, strict=True))
     file.write_bytes(written.replace(b"torn", b"to\0\0") if torn else written)
     whole = [each for each in blobs if not torn or each != b"torn"]
-    assert all(copy_of(str(file), REAL, sha256(each)) == each for each in whole)
+    assert all(read_foreign_blob(str(file), REAL, sha256(each)) == each for each in whole)
     pack = Pack(str(file), REAL)
-    assert {name: pack.read(name) for name in pack.names()} == {sha256(each): each for each in whole}
-    pack.drop(sha256(b"third"))
-    pack.name(sha256(b"newer"), pack.put(sha256(b"newer"), b"newer"), 5)
+    assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in whole}
+    pack.remove_blob(sha256(b"third"))
+    pack.name_blob(sha256(b"newer"), pack.write_blob(sha256(b"newer"), b"newer"), 5)
     again = Pack(str(file), REAL)
-    assert again.read(sha256(b"newer")) == b"newer"
-    assert again.read(sha256(b"first")) == b"first"
+    assert again.read_range(sha256(b"newer")) == b"newer"
+    assert again.read_range(sha256(b"first")) == b"first"
 
 
 def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:
     depot = Depot(tmp_path, durable=False)
-    ref = depot.stow(b"small")
-    assert depot.has(ref)
+    ref = depot.store_small(b"small")
+    assert depot.has_blob(ref)
     assert depot.load(ref.sha256) == b"small"
-    assert depot.read(ref.sha256, 1, 3) == b"mal"
+    assert depot.read_range(ref.sha256, 1, 3) == b"mal"
     assert not (tmp_path / ref.sha256).exists()
-    path = Depot(tmp_path, durable=False).path(ref.sha256)
+    path = Depot(tmp_path, durable=False).blob_path(ref.sha256)
     assert path is not None
     assert path.read_bytes() == b"small"
-    depot.drop(ref.sha256)
-    assert not depot.has(ref)
-    assert depot.path(ref.sha256) is None
+    depot.remove_blob(ref.sha256)
+    assert not depot.has_blob(ref)
+    assert depot.blob_path(ref.sha256) is None
 
 
 def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_when_nobody_needs_it(
     tmp_path: Path,
 ) -> None:
     depot = Depot(tmp_path, durable=False)
-    ref = depot.stow(b"same")
-    depot.put(b"same")
+    ref = depot.store_small(b"same")
+    depot.store_bytes(b"same")
     assert (tmp_path / ref.sha256).read_bytes() == b"same"
-    other = depot.stow(b"other")
+    other = depot.store_small(b"other")
     depot.remove_all_but({ref.sha256})
-    assert depot.has(ref)
-    assert not depot.has(other)
+    assert depot.has_blob(ref)
+    assert not depot.has_blob(other)
 
 
 @pytest.mark.parametrize("size", [0, 1, 128 * 1024 + 1])
 def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
     depot = Depot(tmp_path, durable=False)
     payload = bytes(size)
-    assert depot.stow(payload) == BlobRef(sha256=sha256(payload), size=size)
+    assert depot.store_small(payload) == BlobRef(sha256=sha256(payload), size=size)
     assert depot.load(sha256(payload)) == payload
 
 
 def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
-    ref = Depot(tmp_path).stow(b"small")
+    ref = Depot(tmp_path).store_small(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
@@ -153,31 +153,31 @@ def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
 def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path: Path) -> None:
     shared = Shared(tmp_path / "shared")
     one, two = (Lodger(tmp_path / name / "blobs", shared) for name in ("one", "two"))
-    ref = one.put(b"model")
-    assert one.has(ref)
-    assert not two.has(ref)
-    assert two.put(b"model", ref) == ref
-    assert one.put(b"model") == ref
-    one.drop(ref.sha256)
-    assert not one.has(ref)
-    path = two.path(ref.sha256)
+    ref = one.store_bytes(b"model")
+    assert one.has_blob(ref)
+    assert not two.has_blob(ref)
+    assert two.store_bytes(b"model", ref) == ref
+    assert one.store_bytes(b"model") == ref
+    one.remove_blob(ref.sha256)
+    assert not one.has_blob(ref)
+    path = two.blob_path(ref.sha256)
     assert path is not None
     assert path.read_bytes() == two.load(ref.sha256) == b"model"
-    two.drop(ref.sha256)
-    assert not shared.depot.has(ref)
+    two.remove_blob(ref.sha256)
+    assert not shared.depot.has_blob(ref)
     assert not (tmp_path / "one").exists()
 
 
 def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
     shared, payload = Shared(tmp_path / "shared"), bytes(range(256)) * 16
     ref = BlobRef(sha256=sha256(payload), size=len(payload))
-    cut = chunks.cut(ref, 1024, lambda offset, size: payload[offset : offset + size])
+    cut = chunks.build_manifest(ref, 1024, lambda offset, size: payload[offset : offset + size])
     for name in ("one", "two"):
         lodger = Lodger(tmp_path / name, shared)
-        assert lodger.resume(cut) == bytes(4)
+        assert lodger.open_part(cut) == bytes(4)
         for index in range(4):
-            lodger.write(ref.sha256, *(index * 1024, payload[index * 1024 : (index + 1) * 1024]))
-        lodger.finish(ref)
+            lodger.write_part(ref.sha256, *(index * 1024, payload[index * 1024 : (index + 1) * 1024]))
+        lodger.finish_part(ref)
         assert lodger.verified_path(ref.sha256) == str(tmp_path / "shared" / ref.sha256)
         assert not list((tmp_path / name).iterdir())
 
@@ -186,39 +186,39 @@ def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> N
     lodger = Lodger(tmp_path / "one", Shared(tmp_path / "shared"))
     wanted = BlobRef(sha256=sha256(b"right"), size=5)
     with pytest.raises(DamagedBlobError):
-        lodger.stow(b"wrong", wanted)
-    assert lodger.unused() == []
+        lodger.store_small(b"wrong", wanted)
+    assert lodger.files_by_last_use() == []
 
 
 def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path: Path) -> None:
     """An ONNX graph names the blobs of its weights, which are looked for beside it."""
     shared = Shared(tmp_path / "shared")
     lodger = Lodger(tmp_path / "one", shared)
-    large = lodger.put(bytes(SMALL_BYTES + 1))
-    small, other = lodger.put(b"small"), lodger.put(b"other")
-    lodger.touch(small.sha256)
+    large = lodger.store_bytes(bytes(SMALL_BYTES + 1))
+    small, other = lodger.store_bytes(b"small"), lodger.store_bytes(b"other")
+    lodger.record_use(small.sha256)
     names = {path.name for path in (tmp_path / "shared").iterdir()}
     assert names == {each.sha256 for each in (large, small, other)}
-    assert [(sha256, size) for _, sha256, size in lodger.unused()] == [
+    assert [(sha256, size) for _, sha256, size in lodger.files_by_last_use()] == [
         (each.sha256, each.size) for each in (large, other, small)
     ]
     lodger.remove_all_but({small.sha256})
-    assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
-    assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []
+    assert [lodger.has_blob(each) for each in (large, other, small)] == [False, False, True]
+    assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).files_by_last_use() == []
 
 
 def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
     """Nothing but the pack is written; a copy that a backup asks for is a file."""
     alone, other = Depot(tmp_path), Depot(tmp_path)
     alone.open_as_owner()
-    ref = alone.stow(b"update")
-    alone.settle()
+    ref = alone.store_small(b"update")
+    alone.sync_small_blobs()
     assert [path.name for path in tmp_path.iterdir()] == ["small.pack"]
     assert alone.load(ref.sha256) == other.load(ref.sha256) == b"update"
-    path = other.path(ref.sha256)
+    path = other.blob_path(ref.sha256)
     assert path is not None
     assert path.read_bytes() == b"update"
-    alone.drop(ref.sha256)
+    alone.remove_blob(ref.sha256)
     assert not path.exists()
     assert (other.load(ref.sha256), (tmp_path / "small.pack").stat().st_size) == (None, 0)
 
@@ -226,12 +226,12 @@ def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_i
 def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> None:
     depot = Depot(tmp_path)
     depot.open_as_owner()
-    ref = depot.stow(b"update")
+    ref = depot.store_small(b"update")
     pack = bytearray((tmp_path / "small.pack").read_bytes())
     pack[-1] ^= 1
     (tmp_path / "small.pack").write_bytes(pack)
     assert depot.load(ref.sha256) is None
-    assert not depot.has(ref)
+    assert not depot.has_blob(ref)
 
 
 def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> 
     depot.open_as_owner()
     synced.clear()
     for number in range(100):
-        depot.stow(b"%d" % number)
+        depot.store_small(b"%d" % number)
     assert synced == []
-    depot.settle()
-    depot.settle()
+    depot.sync_small_blobs()
+    depot.sync_small_blobs()
     assert synced == ["small.pack", str(tmp_path / "blobs")]

@@ -16,9 +16,9 @@ SIZE = 300_000
 
 def queue(most_bytes: float = 0.0, *devices: str, size: int = 10) -> Queue:
     made = Queue()
-    made.pace(0, 0, most_bytes)
+    made.set_unprocessed(0, 0, most_bytes)
     for device in devices:
-        made.join(device, f"{device}'s", size)
+        made.add_blob(device, f"{device}'s", size)
     return made
 
 
@@ -27,97 +27,97 @@ class Paced(Side):
 
     def step(self, now_s: float) -> float:
         super().step(now_s)
-        self.transfers.queue.pace(0, 0, 0.0)
+        self.transfers.queue.set_unprocessed(0, 0, 0.0)
         return self.transfers.step(now_s)
 
 
 def test_as_many_send_as_their_bytes_allow_and_two_at_least() -> None:
     """Of 10 bytes each: 35 bytes are room for three, and none at all for two."""
-    assert queue(35.0, *"abcd").begin(0.0) == ["a", "b", "c"]
-    assert queue(0.0, *"abcd").begin(0.0) == ["a", "b"]
+    assert queue(35.0, *"abcd").start_turns(0.0) == ["a", "b", "c"]
+    assert queue(0.0, *"abcd").start_turns(0.0) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("here", "begun"), [(0, "ab"), (1, "a"), (2, "")])
 def test_what_is_here_and_waits_takes_the_place_of_what_is_sent(here: int, begun: str) -> None:
     made = queue(0.0, *"abc")
-    made.pace(here, 10 * here, 0.0)
-    assert made.begin(0.0) == list(begun)
+    made.set_unprocessed(here, 10 * here, 0.0)
+    assert made.start_turns(0.0) == list(begun)
 
 
 def test_a_turn_lasts_until_all_has_come_and_that_is_counted_elsewhere() -> None:
     """Two blobs are one turn; who has sent them keeps the place until the next look at what is here."""
     made = queue(0.0, *"abc")
-    made.join("a", "another of a's", 10)
-    assert made.begin(0.0) == ["a", "b"]
-    made.leave("a", "a's")
-    made.pace(0, 0, 0.0)
-    assert made.begin(1.0) == []
-    made.leave("a", "another of a's")
-    assert made.begin(2.0) == []
-    made.pace(1, 20, 0.0)
-    assert made.begin(3.0) == []
-    made.pace(0, 0, 0.0)
-    assert made.begin(4.0) == ["c"]
+    made.add_blob("a", "another of a's", 10)
+    assert made.start_turns(0.0) == ["a", "b"]
+    made.remove_blob("a", "a's")
+    made.set_unprocessed(0, 0, 0.0)
+    assert made.start_turns(1.0) == []
+    made.remove_blob("a", "another of a's")
+    assert made.start_turns(2.0) == []
+    made.set_unprocessed(1, 20, 0.0)
+    assert made.start_turns(3.0) == []
+    made.set_unprocessed(0, 0, 0.0)
+    assert made.start_turns(4.0) == ["c"]
 
 
 def test_a_device_that_has_its_turn_sends_a_further_blob_in_it() -> None:
     made = queue(25.0, *"ab")
-    assert made.begin(0.0) == ["a", "b"]
-    assert made.join("a", "another of a's", 10)
-    assert not made.join("c", "c's", 1)
-    assert made.begin(0.0) == []
+    assert made.start_turns(0.0) == ["a", "b"]
+    assert made.add_blob("a", "another of a's", 10)
+    assert not made.add_blob("c", "c's", 1)
+    assert made.start_turns(0.0) == []
 
 
 def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_that() -> None:
     """What it does not send any more is dropped."""
     made = queue(20.0, "a")
-    assert made.begin(0.0) == ["a"]
+    assert made.start_turns(0.0) == ["a"]
     for name in "xyz":
-        made.leave("a", next(iter(made.of("a"))))
-        assert made.join("a", name, 10)
-        made.pace(0, 0, 30.0)
+        made.remove_blob("a", next(iter(made.pending_blobs("a"))))
+        assert made.add_blob("a", name, 10)
+        made.set_unprocessed(0, 0, 30.0)
     for device in "bc":
-        made.join(device, f"{device}'s", 10)
-    assert made.begin(0.0) == ["b", "c"]
+        made.add_blob(device, f"{device}'s", 10)
+    assert made.start_turns(0.0) == ["b", "c"]
 
 
 def test_who_stalls_waits_behind_all_others_and_has_waited_once() -> None:
     """Time for which it waits again is its own."""
     made = queue(0.0, *"abcd")
-    made.begin(10.0)
-    made.stall("a", 12.0)
-    assert made.begin(12.0) == ["c"]
-    assert made.held_s("c") == 2.0
-    made.leave("b", "b's")
-    made.leave("c", "c's")
-    made.pace(0, 0, 0.0)
-    assert made.begin(20.0) == ["d", "a"]
-    assert (made.held_s("a"), made.held_s("d")) == (0.0, 10.0)
+    made.start_turns(10.0)
+    made.move_to_end("a", 12.0)
+    assert made.start_turns(12.0) == ["c"]
+    assert made.waiting_s("c") == 2.0
+    made.remove_blob("b", "b's")
+    made.remove_blob("c", "c's")
+    made.set_unprocessed(0, 0, 0.0)
+    assert made.start_turns(20.0) == ["d", "a"]
+    assert (made.waiting_s("a"), made.waiting_s("d")) == (0.0, 10.0)
 
 
 def test_how_long_a_device_is_held_back_is_known_until_what_it_sent_is_looked_at() -> None:
     made = queue(0.0, *"abc")
-    made.begin(5.0)
-    assert (made.held_s("a"), made.held_s("c"), made.held_s("nobody")) == (0.0, math.inf, 0.0)
-    made.leave("a", "a's")
-    made.pace(0, 0, 0.0)
-    made.begin(8.0)
-    made.leave("c", "c's")
-    assert made.held_s("c") == 3.0
-    made.pace(0, 0, 0.0)
-    assert made.held_s("c") == 0.0
+    made.start_turns(5.0)
+    assert (made.waiting_s("a"), made.waiting_s("c"), made.waiting_s("nobody")) == (0.0, math.inf, 0.0)
+    made.remove_blob("a", "a's")
+    made.set_unprocessed(0, 0, 0.0)
+    made.start_turns(8.0)
+    made.remove_blob("c", "c's")
+    assert made.waiting_s("c") == 3.0
+    made.set_unprocessed(0, 0, 0.0)
+    assert made.waiting_s("c") == 0.0
 
 
 def test_what_has_changed_for_a_device_is_news_once() -> None:
     """One that need not wait makes none; neither does one that is given up."""
     made = queue(0.0, *"abcd")
-    made.begin(0.0)
-    made.leave("d", "d's")
-    assert made.take_news() == {"c": True}
-    assert made.take_news() == {}
-    made.stall("a", 1.0)
-    made.begin(1.0)
-    assert made.take_news() == {"a": True, "c": False}
+    made.start_turns(0.0)
+    made.remove_blob("d", "d's")
+    assert made.take_changes() == {"c": True}
+    assert made.take_changes() == {}
+    made.move_to_end("a", 1.0)
+    made.start_turns(1.0)
+    assert made.take_changes() == {"a": True, "c": False}
 
 
 def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is
     coordinator = Paced(broker, tmp_path / "here")
     sides = {name: Side(broker, tmp_path / name, name) for name in names}
     for number, name in enumerate(names):
-        coordinator.transfers.want(name, sides[name].depot.put(noise(SIZE, number)), in_turn=True)
-    small = sides["e"].depot.put(noise(100))
-    coordinator.transfers.want("e", small)
+        coordinator.transfers.request_blob(name, sides[name].depot.store_bytes(noise(SIZE, number)), in_turn=True)
+    small = sides["e"].depot.store_bytes(noise(100))
+    coordinator.transfers.request_blob("e", small)
     seen: list[set[str]] = []
 
     def over() -> bool:
@@ -151,9 +151,9 @@ def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path: 
     broker = MemoryBroker()
     coordinator, agent = Paced(broker, tmp_path / "here"), Side(broker, tmp_path / "a", "alive")
     for number in range(8):
-        coordinator.transfers.want(f"dead{number // 2}", ref_of(bytes([number])), in_turn=True)
-    ref = agent.depot.put(noise(2_000_000))
-    coordinator.transfers.want("alive", ref, in_turn=True)
+        coordinator.transfers.request_blob(f"dead{number // 2}", ref_of(bytes([number])), in_turn=True)
+    ref = agent.depot.store_bytes(noise(2_000_000))
+    coordinator.transfers.request_blob("alive", ref, in_turn=True)
     play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
     assert coordinator.errors == {("alive", ref.sha256): None}
     assert broker.now_s < 10.0
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path: Path) -
     coordinator = Paced(broker, tmp_path / "here")
     refs = [ref_of(bytes([number])) for number in range(4)]
     for number, ref in enumerate(refs):
-        coordinator.transfers.want(f"d{number}", ref, in_turn=True)
+        coordinator.transfers.request_blob(f"d{number}", ref, in_turn=True)
     coordinator.step(0.0)
     assert list(coordinator.transfers._open) == [("d0", refs[0].sha256), ("d1", refs[1].sha256)]
     coordinator.transfers.cancel("d2", refs[2].sha256)

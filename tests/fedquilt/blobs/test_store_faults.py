@@ -32,14 +32,14 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     depot = Depot(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(StoreError, match=r"cannot store blob .* in .*gone"):
-        depot.put(b"x")
+        depot.store_bytes(b"x")
 
 
 def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str]) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     depot = Depot(folder)
-    for attempt in (lambda: depot.put(BLOB), lambda: depot.resume(cut())):
+    for attempt in (lambda: depot.store_bytes(BLOB), lambda: depot.open_part(cut())):
         try:
             attempt()
             results.put("stored")
@@ -55,14 +55,14 @@ def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path: Path) -> None
     child.join()
     assert "cannot store blob" in results.get()
     assert "cannot receive blob" in results.get()
-    assert not Depot(tmp_path).has(REF)
+    assert not Depot(tmp_path).has_blob(REF)
     assert not any(name.endswith(".tmp") for name in names(tmp_path))
 
 
 def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
     depot = Depot(folder)
     for number in range(1 << 30):
-        depot.put(number.to_bytes(4, "big") * 50_000)
+        depot.store_bytes(number.to_bytes(4, "big") * 50_000)
         if number == 3:
             ready.put(number)
 
@@ -92,12 +92,12 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
         lambda depot, ref: depot.path(ref.sha256),
         lambda depot, ref: depot.has(ref) or None,
     ):
-        ref = Depot(tmp_path).put(payload)
+        ref = Depot(tmp_path).store_bytes(payload)
         (tmp_path / ref.sha256).write_bytes(payload[:-1] + b"\1")
         depot = Depot(tmp_path)
         assert ask(depot, ref) is None
         assert (tmp_path / f"{ref.sha256}.damaged").is_file()
-        assert depot.put(payload) == ref
+        assert depot.store_bytes(payload) == ref
         assert ask(depot, ref) is not None
     assert caplog.text.count("is damaged: its bytes are not those it was stored with") == 3
     Depot(tmp_path, lambda: time.time() + 2 * 86400).remove_all_but({ref.sha256})
@@ -107,9 +107,9 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
 def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
     """Whoever has its bytes mends it."""
     payload = b"x" * 100
-    ref = Depot(tmp_path).put(payload)
+    ref = Depot(tmp_path).store_bytes(payload)
     (tmp_path / ref.sha256).write_bytes(b"y" * 100)
-    assert Depot(tmp_path).put(payload) == ref
+    assert Depot(tmp_path).store_bytes(payload) == ref
     assert Depot(tmp_path).load(ref.sha256) == payload
 
 
@@ -118,49 +118,49 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
 ) -> None:
     """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
     hashed: list[str] = []
-    digest = Disk.digest
-    monkeypatch.setattr(Disk, "digest", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
-    ref = Depot(tmp_path).put(b"x" * 100)
+    digest = Disk.hash_file
+    monkeypatch.setattr(Disk, "hash_file", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
+    ref = Depot(tmp_path).store_bytes(b"x" * 100)
     depot = Depot(tmp_path)
     for _ in range(3):
-        assert depot.has(ref)
-        depot.touch(ref.sha256)
+        assert depot.has_blob(ref)
+        depot.record_use(ref.sha256)
     assert len(hashed) == 1
-    depot.doubt()
-    assert depot.has(ref)
+    depot.forget_verifications()
+    assert depot.has_blob(ref)
     now_s = time.monotonic() + 3601.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    assert depot.has(ref)
+    assert depot.has_blob(ref)
     os.utime(tmp_path / ref.sha256, (5, 5))
-    assert depot.has(ref)
+    assert depot.has_blob(ref)
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.path])
+@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.blob_path])
 def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
     tmp_path: Path, opens: Callable[[Depot, str], object]
 ) -> None:
     """By the same process, though the file has kept its time, its size and its inode."""
     depot = Depot(tmp_path)
-    ref = depot.put(b"x" * 100)
+    ref = depot.store_bytes(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
     before = (tmp_path / ref.sha256).stat()
     with (tmp_path / ref.sha256).open("r+b") as file:
         file.write(b"y")
     os.utime(tmp_path / ref.sha256, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert opens(depot, ref.sha256) is None
-    assert not depot.has(ref)
-    depot.put(b"x" * 100)
+    assert not depot.has_blob(ref)
+    depot.store_bytes(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.path])
+@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.blob_path])
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[Depot, str], object]
 ) -> None:
     """The file is there when it is looked at, and cannot be read a moment later."""
     depot = Depot(tmp_path)
-    ref = depot.put(b"x" * 100)
+    ref = depot.store_bytes(b"x" * 100)
     with monkeypatch.context() as patch:
         for name in ("read", "read_pieces"):
             patch.setattr(Disk, name, raising(OSError(errno.EIO, os.strerror(errno.EIO))))
@@ -190,9 +190,9 @@ def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path: Path) ->
     depot = Depot(Path("/home/blobs"), disk=SimDisk(platter, gate))
     failing[0] = True
     with pytest.raises(StoreError, match="Input/output error"):
-        depot.put(b"tensors")
+        depot.store_bytes(b"tensors")
     failing[0] = False
     ref = BlobRef(sha256=hashlib.sha256(b"tensors").hexdigest(), size=7)
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == [ref.sha256]
-    assert depot.has(ref)
+    assert depot.has_blob(ref)
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == []

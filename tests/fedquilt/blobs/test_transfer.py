@@ -26,11 +26,11 @@ def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -
     """Downwards; from nothing to several chunks."""
     broker, payload = MemoryBroker(), noise(size)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(payload)
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(payload)
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert agent.errors == {("tx2", ref.sha256): None}
-    path = agent.depot.path(ref.sha256)
+    path = agent.depot.blob_path(ref.sha256)
     assert path is not None
     assert path.read_bytes() == payload
     assert agent.transfers.traffic_bytes("tx2", "dn") == size
@@ -42,10 +42,10 @@ def test_the_coordinator_pulls_what_an_agent_offers(tmp_path: Path) -> None:
     """Upwards: the same, mirrored."""
     broker, payload = MemoryBroker(), noise(1_000_000)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = agent.depot.put(payload)
-    coordinator.transfers.want("tx2", ref)
+    ref = agent.depot.store_bytes(payload)
+    coordinator.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
-    assert coordinator.depot.has(ref)
+    assert coordinator.depot.has_blob(ref)
     assert coordinator.transfers.traffic_bytes("tx2", "up") == 1_000_000
     assert agent.transfers.traffic_bytes("tx2", "up") == 1_000_000
 
@@ -54,10 +54,10 @@ def test_what_is_here_already_is_done_at_once(tmp_path: Path) -> None:
     """Nothing is published."""
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
-    ref = agent.depot.put(b"here")
-    agent.transfers.want("tx2", ref)
-    assert agent.transfers.take_done() == [("tx2", ref.sha256, None)]
-    assert agent.transfers.take_done() == []
+    ref = agent.depot.store_bytes(b"here")
+    agent.transfers.request_blob("tx2", ref)
+    assert agent.transfers.take_finished() == [("tx2", ref.sha256, None)]
+    assert agent.transfers.take_finished() == []
     assert agent.transfers.step(0.0) == math.inf
     assert broker.published == 0
 
@@ -67,31 +67,31 @@ def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path: Path) -> None
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
     ref = ref_of(b"there")
-    agent.transfers.want("tx2", ref)
-    agent.transfers.want("tx2", ref)
+    agent.transfers.request_blob("tx2", ref)
+    agent.transfers.request_blob("tx2", ref)
     assert agent.transfers.step(0.0) == 2.0
     assert broker.published == 1
     agent.transfers.cancel("tx2", ref.sha256)
     agent.transfers.cancel("tx2", ref.sha256)
     assert agent.transfers.step(5.0) == math.inf
-    assert agent.transfers.take_done() == []
+    assert agent.transfers.take_finished() == []
 
 
 def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path: Path) -> None:
     """Not here, or not for this device; wanting it again asks again."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    absent, secret = ref_of(b"absent"), coordinator.depot.put(b"secret")
+    absent, secret = ref_of(b"absent"), coordinator.depot.store_bytes(b"secret")
     coordinator.refused.add(("tx2", secret.sha256))
-    agent.transfers.want("tx2", absent)
-    agent.transfers.want("tx2", secret)
+    agent.transfers.request_blob("tx2", absent)
+    agent.transfers.request_blob("tx2", secret)
     play(broker, coordinator, agent, until=lambda: len(agent.errors) == 2)
     assert "is not here any more" in str(agent.errors["tx2", absent.sha256])
     assert "is not offered to tx2 now" in str(agent.errors["tx2", secret.sha256])
     assert coordinator.transfers.traffic_bytes("tx2", "dn") == 0
     coordinator.refused.clear()
     agent.errors.clear()
-    agent.transfers.want("tx2", secret)
+    agent.transfers.request_blob("tx2", secret)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert agent.errors == {("tx2", secret.sha256): None}
 
@@ -101,7 +101,7 @@ def test_a_silent_peer_ends_the_pull_after_patience(tmp_path: Path) -> None:
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2", patience_s=60.0)
     ref = ref_of(b"there")
-    agent.transfers.want("tx2", ref)
+    agent.transfers.request_blob("tx2", ref)
     play(broker, agent, until=lambda: bool(agent.errors))
     assert agent.errors == {("tx2", ref.sha256): "no answer for 60 s"}
     assert broker.now_s == 60.0
@@ -111,20 +111,20 @@ def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again
     """The puller is told, and the damaged file is gone."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(b"0123456789")
+    ref = coordinator.depot.store_bytes(b"0123456789")
     (tmp_path / "c" / ref.sha256).write_bytes(b"0123456780")
-    agent.transfers.want("tx2", ref)
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert "cannot send it" in str(agent.errors["tx2", ref.sha256])
-    assert not coordinator.depot.has(ref)
+    assert not coordinator.depot.has_blob(ref)
 
 
 def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path: Path) -> None:
     """The folder has gone from under the agent."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(1_000_000))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(1_000_000))
+    agent.transfers.request_blob("tx2", ref)
     (tmp_path / "a").rmdir()
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert "cannot receive blob" in str(agent.errors["tx2", ref.sha256])
@@ -136,20 +136,20 @@ class Meter(MemoryBroker):
 
     largest = 0
 
-    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+    def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
         assert len(payload) <= self.max_payload
         self.largest = max(self.largest, len(payload))
-        super()._receive(topic, payload, retain)
+        super()._receive_message(topic, payload, retain)
 
 
 def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path: Path) -> None:
     """20 MB; each side sees only the broker's limit."""
     broker = Meter(max_payload=128 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(20_000_000))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(20_000_000))
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
-    assert agent.depot.has(ref)
+    assert agent.depot.has_blob(ref)
     assert broker.largest == 127 * KIB
 
 
@@ -160,10 +160,10 @@ def test_the_smaller_limit_of_the_two_sides_counts(tmp_path: Path) -> None:
         coordinator = Side(broker, tmp_path / side / "c")
         agent = Side(broker, tmp_path / side / "a", "tx2")
         (coordinator if side == "c" else agent).link.max_payload = 16 * KIB
-        ref = coordinator.depot.put(noise(100_000))
-        agent.transfers.want("tx2", ref)
+        ref = coordinator.depot.store_bytes(noise(100_000))
+        agent.transfers.request_blob("tx2", ref)
         play(broker, coordinator, agent, until=lambda agent=agent: bool(agent.errors))
-        assert agent.depot.has(ref)
+        assert agent.depot.has_blob(ref)
         assert broker.largest == 15 * KIB
 
 
@@ -171,14 +171,14 @@ def test_a_limit_that_shrinks_in_the_middle_only_costs_what_was_on_its_way(tmp_p
     """Moved to another broker: the chunks that are here stay, though the blob is cut anew."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(4_000_000))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(4_000_000))
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: agent.transfers.traffic_bytes("tx2", "dn") > 3_000_000)
     for link in (coordinator.link, agent.link):
         link.max_payload = 64 * KIB
         link.session += 1
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
-    assert agent.depot.has(ref)
+    assert agent.depot.has_blob(ref)
     assert agent.transfers.traffic_bytes("tx2", "dn") < 4_000_000 + 9 * 256 * KIB
 
 
@@ -186,13 +186,13 @@ def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> No
     """A manifest of 1 MB in 2 KiB packets does not fit; packets of 1 KiB fit nothing."""
     broker = MemoryBroker(max_payload=3 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(1_000_000))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(1_000_000))
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert "raise the broker's packet limit" in str(agent.errors["tx2", ref.sha256])
     agent.link.max_payload = KIB
     agent.errors.clear()
-    agent.transfers.want("tx2", ref)
+    agent.transfers.request_blob("tx2", ref)
     agent.step(0.0)
     assert "raise its packet limit" in str(agent.errors["tx2", ref.sha256])
 
@@ -205,10 +205,10 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
             file.write(noise(1_000_000, number))
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put_file(source)
+    ref = coordinator.depot.store_file(source)
     tracemalloc.start()
     try:
-        agent.transfers.want("tx2", ref)
+        agent.transfers.request_blob("tx2", ref)
         play(broker, coordinator, agent, until=lambda: bool(agent.errors))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
@@ -221,17 +221,17 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
     """And our own, come back, are nobody's."""
     agent = Side(MemoryBroker(), tmp_path, "tx2")
-    ack = wire.route(TOPICS.device("tx2", "dn", "ack"))
-    assert not agent.transfers.handle(ack, b"anything", 0.0)
-    echo = wire.route(TOPICS.device("tx2", "up", "blob/get"))
-    assert agent.transfers.handle(echo, b"anything", 0.0)
+    ack = wire.parse_topic(TOPICS.device_topic("tx2", "dn", "ack"))
+    assert not agent.transfers.handle_message(ack, b"anything", 0.0)
+    echo = wire.parse_topic(TOPICS.device_topic("tx2", "up", "blob/get"))
+    assert agent.transfers.handle_message(echo, b"anything", 0.0)
 
 
 def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
     """They are not written, not counted, not kept."""
     agent = Side(MemoryBroker(), tmp_path, "tx2")
-    route = wire.route(TOPICS.chunk("tx2", "dn", "0" * 64, 3))
-    assert agent.transfers.handle(route, b"x" * 1000, 0.0)
+    route = wire.parse_topic(TOPICS.chunk_topic("tx2", "dn", "0" * 64, 3))
+    assert agent.transfers.handle_message(route, b"x" * 1000, 0.0)
     assert agent.transfers.traffic_bytes("tx2", "dn") == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -250,11 +250,11 @@ def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
     """To a side that both pulls and serves; afterwards it still steps."""
     payload = noise(10_000)
     depot = Depot(tmp_path)
-    here = depot.put(payload)
+    here = depot.store_bytes(payload)
     coming = ref_of(noise(10_000, 1))
     broker = MemoryBroker(max_payload=5 * KIB)
     transfers = Transfers(broker.connect(), depot, TOPICS, "up", lambda device, sha256: True)
-    transfers.want("tx2", coming)
+    transfers.request_blob("tx2", coming)
     digests = "".join(hashlib.sha256(noise(10_000, 1)[at : at + 4096]).hexdigest() for at in range(0, 10_000, 4096))
     valid: list[tuple[str, bytes]] = [
         ("blob/get", wire.encode(wire.Get(sha256=here.sha256, chunk=4096))),
@@ -272,5 +272,7 @@ def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
         if junk:
             message = message[:place] + junk + message[place + len(junk) :]
         with suppress(WireError):
-            assert transfers.handle(wire.route(TOPICS.device("tx2", "dn", leaf)), message, float(number))
+            assert transfers.handle_message(
+                wire.parse_topic(TOPICS.device_topic("tx2", "dn", leaf)), message, float(number)
+            )
         assert transfers.step(float(number)) > number

@@ -30,22 +30,22 @@ def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: P
     broker = MemoryBroker(seed, faults, max_payload=5 * KIB)
     coordinator = Side(broker, tmp_path / "c", patience_s=1e6)
     agents = {name: Side(broker, tmp_path / name, name, patience_s=1e6) for name in ("nano", "tx2", "xavier")}
-    shared = coordinator.depot.put(roll.randbytes(roll.randrange(160_000)))
+    shared = coordinator.depot.store_bytes(roll.randbytes(roll.randrange(160_000)))
     wanted = []
     for name, agent in agents.items():
-        mine = agent.depot.put(roll.randbytes(roll.randrange(40_000)))
-        coordinator.transfers.want(name, mine)
-        agent.transfers.want(name, shared)
+        mine = agent.depot.store_bytes(roll.randbytes(roll.randrange(40_000)))
+        coordinator.transfers.request_blob(name, mine)
+        agent.transfers.request_blob(name, shared)
         wanted.append((agent, name, mine))
     play(broker, coordinator, *agents.values(), until=lambda: all(agent.errors for agent in agents.values()))
     play(broker, coordinator, *agents.values(), until=lambda: len(coordinator.errors) == 3)
     for agent, name, mine in wanted:
         assert agent.errors == {(name, shared.sha256): None}
         assert coordinator.errors[name, mine.sha256] is None
-        assert Depot(tmp_path / name).read(shared.sha256, 0, 1 << 20) == coordinator.depot.read(
+        assert Depot(tmp_path / name).read_range(shared.sha256, 0, 1 << 20) == coordinator.depot.read_range(
             shared.sha256, 0, 1 << 20
         )
-        assert hashlib.sha256(coordinator.depot.read(mine.sha256, 0, 1 << 20)).hexdigest() == mine.sha256
+        assert hashlib.sha256(coordinator.depot.read_range(mine.sha256, 0, 1 << 20)).hexdigest() == mine.sha256
 
 
 def test_the_same_seed_plays_the_same(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_same_seed_plays_the_same(tmp_path: Path) -> None:
         broker = MemoryBroker(7, ROUGH, max_payload=5 * KIB)
         coordinator = Side(broker, tmp_path / attempt / "c")
         agent = Side(broker, tmp_path / attempt / "a", "tx2")
-        agent.transfers.want("tx2", coordinator.depot.put(noise(50_000)))
+        agent.transfers.request_blob("tx2", coordinator.depot.store_bytes(noise(50_000)))
         play(broker, coordinator, agent, until=lambda agent=agent: bool(agent.errors))
         ends.append((broker.now_s, broker.published, agent.undecodable))
     assert ends[0] == ends[1]
@@ -68,24 +68,24 @@ def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path: Path, way: wire.Dir
     size = 60 * 16 * KIB
     devices = {"dn": ("", "tx2"), "up": ("tx2", "")}[way]
     server = Side(broker, tmp_path / "server", devices[0])
-    ref = server.depot.put(noise(size))
+    ref = server.depot.store_bytes(noise(size))
     received = 0
     for crash_at in (size // 4, size // 4, size // 4, math.inf):
         puller = Side(broker, tmp_path / "puller", devices[1])
-        puller.transfers.want("tx2", ref)
+        puller.transfers.request_blob("tx2", ref)
 
         def moved(puller: Side = puller) -> int:
             return puller.transfers.traffic_bytes("tx2", way)
 
         play(broker, server, puller, until=lambda p=puller, at=crash_at: bool(p.errors) or moved() >= at)
         received += moved()
-        broker.lose(puller.link)
+        broker.lose_client(puller.link)
         for _ in range(2):  # what was on its way goes nowhere
             broker.now_s += 1.0
-            broker.deliver()
+            broker.deliver_due()
             server.step(broker.now_s)
     assert puller.errors == {("tx2", ref.sha256): None}
-    assert puller.depot.has(ref)
+    assert puller.depot.has_blob(ref)
     assert received == size
 
 
@@ -94,10 +94,10 @@ def test_the_serving_side_may_restart_in_the_middle(tmp_path: Path) -> None:
     broker = MemoryBroker(max_payload=17 * KIB)
     size = 60 * 16 * KIB
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(size))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(size))
+    agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: agent.transfers.traffic_bytes("tx2", "dn") >= size // 2)
-    broker.lose(coordinator.link)
+    broker.lose_client(coordinator.link)
     away_s = broker.now_s
     play(broker, agent, until=lambda: broker.now_s > away_s + 60)
     again = Side(broker, tmp_path / "c")
@@ -110,8 +110,8 @@ def test_a_new_session_asks_at_once_and_not_after_a_time_out(tmp_path: Path) -> 
     """All that was on its way is lost with the connection."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(1_000_000))
-    agent.transfers.want("tx2", ref)
+    ref = coordinator.depot.store_bytes(noise(1_000_000))
+    agent.transfers.request_blob("tx2", ref)
     agent.step(0.0)
     coordinator.link.inbox.clear()
     broker._heap.clear()

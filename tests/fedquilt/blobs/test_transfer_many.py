@@ -18,9 +18,9 @@ def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
     broker, size = MemoryBroker(max_payload=17 * KIB), 64 * 16 * KIB
     coordinator = Side(broker, tmp_path / "c")
     agents = [Side(broker, tmp_path / name, name) for name in ("a", "b", "c1", "d")]
-    ref = coordinator.depot.put(noise(size))
+    ref = coordinator.depot.store_bytes(noise(size))
     for agent, name in zip(agents, ("a", "b", "c1", "d"), strict=True):
-        agent.transfers.want(name, ref)
+        agent.transfers.request_blob(name, ref)
 
     def moved() -> list[int]:
         return [coordinator.transfers.traffic_bytes(name, "dn") for name in ("a", "b", "c1", "d")]
@@ -28,17 +28,17 @@ def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
     play(broker, coordinator, *agents, until=lambda: max(moved()) >= size // 2)
     assert min(moved()) >= size // 4
     play(broker, coordinator, *agents, until=lambda: all(agent.errors for agent in agents))
-    assert all(agent.depot.has(ref) for agent in agents)
+    assert all(agent.depot.has_blob(ref) for agent in agents)
 
 
 def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> None:
     """Two places, four dead devices before one that lives: it is served within a few time-outs."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
-    ref = agent.depot.put(noise(2_000_000))
+    ref = agent.depot.store_bytes(noise(2_000_000))
     for number in range(4):
-        coordinator.transfers.want(f"dead{number}", ref_of(bytes([number])))
-    coordinator.transfers.want("alive", ref)
+        coordinator.transfers.request_blob(f"dead{number}", ref_of(bytes([number])))
+    coordinator.transfers.request_blob("alive", ref)
     play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
     assert coordinator.errors == {("alive", ref.sha256): None}
     assert broker.now_s < 10.0
@@ -50,9 +50,9 @@ def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path
     """Also when the first of them is gone."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
-    ref = agent.depot.put(noise(600_000))
-    coordinator.transfers.want("dead", ref)
-    coordinator.transfers.want("alive", ref)
+    ref = agent.depot.store_bytes(noise(600_000))
+    coordinator.transfers.request_blob("dead", ref)
+    coordinator.transfers.request_blob("alive", ref)
     play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
     assert coordinator.errors == {("dead", ref.sha256): None, ("alive", ref.sha256): None}
     assert coordinator.transfers.traffic_bytes("alive", "up") == 600_000
@@ -63,7 +63,7 @@ def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     for number in range(100):
-        agent.transfers.want("tx2", coordinator.depot.put(number.to_bytes(2, "big") * 50))
+        agent.transfers.request_blob("tx2", coordinator.depot.store_bytes(number.to_bytes(2, "big") * 50))
     play(broker, coordinator, agent, until=lambda: len(agent.errors) == 100)
     assert set(agent.errors.values()) == {None}
     assert broker.now_s < 100 / 16 * 2 * 0.004
@@ -91,11 +91,11 @@ def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
     broker = MemoryBroker(max_payload=16 * KIB)
     link = SlowLink(broker, None)
     depot = Depot(tmp_path)
-    ref = depot.put(noise(20 * 15 * KIB))
+    ref = depot.store_bytes(noise(20 * 15 * KIB))
     transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True, budget_bytes=64 * KIB)
     get = wire.encode(wire.Get(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
     for number in range(10):
-        transfers.handle(wire.route(TOPICS.device(f"d{number}", "up", "blob/get")), get, 0.0)
+        transfers.handle_message(wire.parse_topic(TOPICS.device_topic(f"d{number}", "up", "blob/get")), get, 0.0)
     steps, now_s = 0, 0.0
     while (due_s := transfers.step(now_s)) != math.inf:
         assert due_s > now_s
@@ -112,7 +112,7 @@ def test_no_more_is_asked_for_than_the_budget(tmp_path: Path) -> None:
     coordinator = Side(broker, tmp_path / "c", budget_bytes=64 * KIB)
     agents = [Side(broker, tmp_path / f"d{number}", f"d{number}") for number in range(12)]
     for number, agent in enumerate(agents):
-        coordinator.transfers.want(f"d{number}", agent.depot.put(noise(200_000, number)))
+        coordinator.transfers.request_blob(f"d{number}", agent.depot.store_bytes(noise(200_000, number)))
     most = 0
 
     def over() -> bool:

@@ -26,15 +26,15 @@ from fedquilt.tools.experiments.single_run import Run
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
     """A run with a state of its own, an agent's folder and an evaluation."""
     with Store(home) as store:
-        run = store.add(settings.parse({"name": name, "method": "fedavg"}), home)
-        ref = store.depot.put(state or name.encode() * 100)
+        run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
+        ref = store.depot.store_bytes(state or name.encode() * 100)
         update = Update(
             job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
         )
         for fact in (Started(ref), Asked(0, 0, ("a",)), Answered(0, update), Committed(0, ref, True, {})):
-            store.append(run, fact)
+            store.append_event(run, fact)
         if status in housekeeping.ENDED:
-            store.append(run, Ended(status, ""))
+            store.append_event(run, Ended(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"
     agent.mkdir(parents=True)
@@ -82,8 +82,8 @@ def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, caps
     assert ids(tmp_path) == [other]
     assert files(tmp_path) == before
     with Store(tmp_path) as store:
-        assert len(list(store.facts(other))) == 5
-        assert not list(store.facts(doomed))
+        assert len(list(store.read_events(other))) == 5
+        assert not list(store.read_events(doomed))
 
 
 def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
     busy, ended = begun(tmp_path, "busy", "running"), begun(tmp_path, "ended")
     before = files(tmp_path)
     with Store(tmp_path) as coordinator:
-        assert coordinator.lock()
+        assert coordinator.acquire_lock()
         serve = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
 
         def delete(*runs: str) -> subprocess.CompletedProcess[str]:
@@ -146,14 +146,14 @@ def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: 
     with Store(tmp_path) as store:
         for name, began, over in (("waits", 20, 20), ("4", 11, 4), ("3", 3, 3), ("2", 2, 2), ("1", 1, 1)):
             monkeypatch.setattr(time, "time", lambda began=began: now - began * day)
-            id = store.add(settings.parse({"name": name, "method": "fedavg"}), tmp_path)
+            id = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path)
             monkeypatch.setattr(time, "time", lambda over=over: now - over * day)
-            store.append(id, Started(BlobRef(sha256="a" * 64, size=1)) if name == "waits" else Ended("done"))
+            store.append_event(id, Started(BlobRef(sha256="a" * 64, size=1)) if name == "waits" else Ended("done"))
             store.set_status(id, "running" if name == "waits" else "done")
             runs[id] = name
 
         def old(keep: int | None, older_s: float | None) -> list[str]:
-            return [runs[id] for id in housekeeping.old(store, now, keep, older_s)]
+            return [runs[id] for id in housekeeping.select_expired_runs(store, now, keep, older_s)]
 
         assert old(1, None) == ["4", "3", "2"]
         assert old(None, 2.5 * day) == ["4", "3"]
@@ -252,7 +252,7 @@ def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(t
 
 def keep(out: Path, key: str, method: str, seed: int, age_s: float = 0.0) -> None:
     run = Run(method=method, seed=seed, params={}, devices=4, tested=10, marks=())
-    run_cache.Kept(out, Run).keep(key, run)
+    run_cache.Kept(out, Run).store(key, run)
     at = time.time() - age_s
     os.utime(out / "runs" / f"{key}.json", (at, at))
 

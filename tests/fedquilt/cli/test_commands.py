@@ -106,10 +106,10 @@ def test_more_is_logged_with_v_before_a_verb_or_after_it() -> None:
 
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """Of every verb, and of every verb of a family."""
-    context = click.Context(commands.top, info_name="fedquilt")
+    context = click.Context(commands.root_command, info_name="fedquilt")
     lines = [["--help"]]
-    for name in commands.top.list_commands(context):
-        found = commands.top.get_command(context, name)
+    for name in commands.root_command.list_commands(context):
+        found = commands.root_command.get_command(context, name)
         lines += [[name, "--help"]]
         lines += [[name, inner, "--help"] for inner in getattr(found, "commands", ())]
     for words in lines:
@@ -132,7 +132,7 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
     """`--help` reads every verb's file, the agent of a board stays up for months, and scripts call `ls` all day."""
     with Store(tmp_path / options.HOME) as store:
-        store.add(settings.Job("small", "fedavg", rounds=1), Path("b.bundle"))
+        store.add_job(settings.Job("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
 import sys
 from fedquilt.cli import main
@@ -174,7 +174,7 @@ def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.
     if words == ["ls"]:
         with Store(tmp_path) as store:
             for name in ("a", "long" * 9):
-                store.add(settings.parse({"name": name, "method": "fedpews_fixed"}), tmp_path)
+                store.add_job(settings.parse_job({"name": name, "method": "fedpews_fixed"}), tmp_path)
         given = ["--home", str(tmp_path)]
     elif words == ["partition"]:
         np.savez(tmp_path / "x.npz", x_train=np.zeros((400, 2), np.float32), y_train=np.arange(400) % 20)
@@ -219,7 +219,7 @@ def test_a_shell_completes_verbs_options_methods_boards_and_runs(
     assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
     assert ask("fedquilt emulate --boards raspberry") == ["raspberry-pi-5"]
     with Store(tmp_path / "runs") as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
     assert ask(f"fedquilt logs --home {tmp_path / 'runs'} dig") == [run]
     assert ask(f"fedquilt logs --home {tmp_path / 'none'} dig") == []
     (tmp_path / "runs" / "fedquilt.db").write_bytes(b"no database")
@@ -287,7 +287,7 @@ def _sources(tool: str) -> str:
 
 
 def _showing() -> dict[str, str]:
-    """Command that shows itself with `progress.during` -> the sources of the tools that it imports to do its work."""
+    """Return the sources of the tools that each command with `progress.show_progress` imports."""
     found = {}
     for file in sorted(Path(cli.__file__).parent.glob("*.py")):
         tree = ast.parse(file.read_text())

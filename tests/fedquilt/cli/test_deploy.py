@@ -20,7 +20,7 @@ from fedquilt.coordinator import preflight, settings
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Started
-from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan, apply, release
+from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan, apply_rollout_event, release_for_device
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
 
@@ -39,13 +39,13 @@ def graph(operator: str = "Relu") -> bytes:
 def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
     """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
-    first = numpy_engine.init(NETWORK, seed=0)
-    bundle.write(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode(first)})
-    job = settings.parse({"name": "digits", "method": method, "seed": seed})
+    first = numpy_engine.init_tensors(NETWORK, seed=0)
+    bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
+    job = settings.parse_job({"name": "digits", "method": method, "seed": seed})
     with Store(home) as store:
-        id = store.add(job, folder)
-        state = preflight.first_state(job, bundle.load(folder))
-        store.append(id, Started(store.depot.put(tensors.pack(state))))
+        id = store.add_job(job, folder)
+        state = preflight.create_initial_state(job, bundle.load_bundle(folder))
+        store.append_event(id, Started(store.depot.store_bytes(tensors.pack_state(state))))
         store.set_status(id, status)
     return id
 
@@ -88,10 +88,10 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     assert main(list(words)) == 0
     out = capsys.readouterr().out
     with Store(home) as store:
-        (kept,) = store.rollouts.all()
+        (kept,) = store.rollouts.readable_rollouts()
         assert store.depot.load(kept.state.plan.blob.sha256) == graph()  # type: ignore[union-attr]
     plan = kept.state.plan
-    assert (plan.kind, plan.name, plan.select, plan.shares) == (
+    assert (plan.kind, plan.name, plan.select, plan.cumulative_shares) == (
         "model",
         "net",
         ("site=lab", "!spare"),
@@ -112,7 +112,7 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
     assert main(["deploy", "digits", "--home", str(home)]) == 0
     assert main(["export", "digits", "--home", str(home), "--out", str(file)]) == 0
     with Store(home) as store:
-        plan = store.rollouts.find(run).state.plan
+        plan = store.rollouts.find_rollout(run).state.plan
         assert store.depot.load(plan.blob.sha256) == file.read_bytes()  # type: ignore[union-attr]
     assert plan.name == run
 
@@ -127,15 +127,17 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
     assert main(["deploy", "digits", "--home", str(home)]) == 0
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
-        plan = store.rollouts.find(run).state.plan
-        path = store.depot.path(plan.blob.sha256)  # type: ignore[union-attr]
+        plan = store.rollouts.find_rollout(run).state.plan
+        path = store.depot.blob_path(plan.blob.sha256)  # type: ignore[union-attr]
     assert path is not None
-    task, parts = personal.task(path), personal.read(path)
+    task, parts = personal.read_task(path), personal.read_personal(path)
     assert task is not None
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
     assert (task.actions, task.seed) == (("check",), 7)
-    assert task.bundles == {name: chunks.reference(tensors.encode(held)) for name, held in parts.bundles.items()}
-    assert onnx_fill.lacks(parts.graph.data).keys() == numpy_engine.init(NETWORK, seed=0).keys()
+    assert task.bundles == {
+        name: chunks.ref_from_bytes(tensors.encode_tensors(held)) for name, held in parts.bundles.items()
+    }
+    assert onnx_fill.missing_tensors(parts.graph.data).keys() == numpy_engine.init_tensors(NETWORK, seed=0).keys()
 
 
 def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(
@@ -149,7 +151,7 @@ def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_ref
     assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
     assert "--model FILE.onnx" in said
     with Store(home) as store:
-        assert store.rollouts.all() == []
+        assert store.rollouts.readable_rollouts() == []
 
 
 @pytest.mark.parametrize(
@@ -164,19 +166,19 @@ def test_a_file_that_no_board_would_load_is_refused(
     file.write_bytes(graph(payload) if isinstance(payload, str) else payload)
     assert said in refused(capsys, "deploy", "--model", str(file), "--home", str(home))
     with Store(home) as store:
-        assert store.rollouts.all() == []
+        assert store.rollouts.readable_rollouts() == []
 
 
 def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> None:
     """Devices are sent one blob, which has the weights, and the versions that their runtime has to load."""
     assert main(["deploy", "--model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
     with Store(home) as store:
-        (kept,) = store.rollouts.all()
+        (kept,) = store.rollouts.readable_rollouts()
         plan = kept.state.plan
         assert plan.blob is not None
-        payload = store.depot.path(plan.blob.sha256)
+        payload = store.depot.blob_path(plan.blob.sha256)
         assert payload is not None
-        assert graph_check.of_file(payload).weight_bytes == 72
+        assert graph_check.check_file(payload).weight_bytes == 72
     assert (plan.versions, plan.input_shape) == ((17, 8), None)
 
 
@@ -188,8 +190,10 @@ def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Pat
     at = ["--home", str(home)]
     assert main(["deploy", "--model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192", *at]) == 0
     with Store(home) as store:
-        (kept,) = store.rollouts.all()
-        assert release(apply(apply(kept.state, Begun(1)), Offered(0, ("d",))), "d").input_shape == (3, 48, 192)
+        (kept,) = store.rollouts.readable_rollouts()
+        assert release_for_device(
+            apply_rollout_event(apply_rollout_event(kept.state, Begun(1)), Offered(0, ("d",))), "d"
+        ).input_shape == (3, 48, 192)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +212,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_release(
     path.write_bytes(made_graphs.product(shape, nodes=made_graphs.pooled, size=3).SerializeToString())
     assert said in refused(capsys, "deploy", "--model", str(path), *words, "--home", str(home))
     with Store(home) as store:
-        assert not store.rollouts.all()
+        assert not store.rollouts.readable_rollouts()
 
 
 def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
@@ -261,9 +265,9 @@ def test_a_number_that_is_none_is_named(
 
 def test_shares_points_and_sizes_are_read() -> None:
     """Signs and units are those that --help shows; sizes are written as in agent.toml."""
-    assert [phased.size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
-    assert [phased.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
-    assert [phased.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [phased.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
+    assert [phased.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [phased.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,14 +275,14 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
     assert main(["rollouts", "--home", str(home)]) == 0
     assert f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
-        id = store.rollouts.add(Plan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
+        id = store.rollouts.add_rollout(Plan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
         facts = [
             Begun(7),
             Offered(0, ("a", "b", "c")),
             Heard("a", 7, "committed"),
             Heard("b", 7, "waiting", "a task runs"),
         ]
-        store.rollouts.append([(id, fact) for fact in facts])
+        store.rollouts.append_events([(id, fact) for fact in facts])
     assert main(["rollouts", "--home", str(home)]) == 0
     (_, line, waits) = capsys.readouterr().out.splitlines()
     assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
@@ -299,11 +303,11 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
 def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rollout is named by its id or by what it brings; without a name the latest is meant."""
     with Store(home) as store:
-        id = store.rollouts.add(Plan("model", "digits"))
+        id = store.rollouts.add_rollout(Plan("model", "digits"))
     assert main(["deploy", "--abort", "--home", str(home)]) == 0
     assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
     with Store(home) as store:
-        assert store.rollouts.find("digits").wish == "abort"
+        assert store.rollouts.find_rollout("digits").wish == "abort"
     assert f"{id} is queued; `fedquilt deploy --abort {id}` ends it" in refused(
         capsys, "deploy", "--rollback", id, "--home", str(home)
     )
@@ -312,26 +316,30 @@ def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureF
 def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Later rollouts of agents or settings are left alone, unless they are named."""
     with Store(home) as store:
-        model, agent, budget = (store.rollouts.add(Plan(kind, kind)) for kind in ("model", "agent", "settings"))
+        model, agent, budget = (store.rollouts.add_rollout(Plan(kind, kind)) for kind in ("model", "agent", "settings"))
     assert f"{model} is queued" in refused(capsys, "deploy", "--rollback", "--home", str(home))
     assert main(["deploy", "--abort", "--home", str(home)]) == 0
     with Store(home) as store:
-        assert {kept.state.id: kept.wish for kept in store.rollouts.all()} == {model: "abort", agent: "", budget: ""}
+        assert {kept.state.id: kept.wish for kept in store.rollouts.readable_rollouts()} == {
+            model: "abort",
+            agent: "",
+            budget: "",
+        }
     assert main(["deploy", "--abort", agent, "--home", str(home)]) == 0
     with Store(home) as store:
-        assert store.rollouts.find(agent).wish == "abort"
+        assert store.rollouts.find_rollout(agent).wish == "abort"
 
 
 def known(home: Path, **boards: Board) -> None:
     """Boards as a coordinator has noted them."""
     with BoardStore(home, writes=True) as store:
-        store.write([replace(board, device=name) for name, board in boards.items()], [])
+        store.write_telemetry([replace(board, device=name) for name, board in boards.items()], [])
 
 
 def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What `rollouts` says that the only one waits for: in the list, and alone; "" for nothing."""
     with Store(home) as store:
-        id = store.rollouts.find().state.id
+        id = store.rollouts.find_rollout().state.id
     assert main(["rollouts", "--home", str(home)]) == 0
     listed = capsys.readouterr().out.splitlines()[2:]
     assert main(["rollouts", id, "--home", str(home)]) == 0
@@ -347,15 +355,15 @@ def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixtu
     """From a home without a coordinator to a canary of which one has answered, and those that are away."""
     there, lab = Board("", online=True), Board("", online=True, labels=("site=lab",))
     with Store(home) as store:
-        id = store.rollouts.add(Plan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
+        id = store.rollouts.add_rollout(Plan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
 
     def told(*facts: Any) -> None:
         with Store(home) as store:
-            store.rollouts.append([(id, fact) for fact in facts])
+            store.rollouts.append_events([(id, fact) for fact in facts])
 
     assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
     with Store(home) as serving:
-        assert serving.lock()
+        assert serving.acquire_lock()
         assert waits(home, capsys) == f"a board: no coordinator of {home} has heard of one"
         known(home, a=there, b=there)
         said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
@@ -385,7 +393,7 @@ def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytes
     assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
     assert f"no coordinator serves {home}" in out
     with Store(home) as store:
-        assert len(store.rollouts.all()) == 1
+        assert len(store.rollouts.readable_rollouts()) == 1
 
 
 def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,31 +29,33 @@ def test_a_job_and_an_agents_settings_of_nothing_but_defaults(capsys: pytest.Cap
     """Both are read strictly; the digits lie beside them."""
     assert main(["init", "--agent"]) == 0
     assert "wrote job.toml\nwrote agent.toml\nnext: `fedquilt prepare job.toml`" in capsys.readouterr().out
-    job = settings.load(Path("job.toml"))
+    job = settings.load_job(Path("job.toml"))
     assert (job.method, job.rounds, job.fleet.devices, job.check.every) == ("fedavg", 10, 4, 1)
     assert (job.model["inputs"], job.model["classes"]) == (64, 10)
-    board = agents.load(Path("agent.toml"))
+    board = agents.load_settings(Path("agent.toml"))
     assert board.data["path"] == job.data["path"] == str(Path("digits.npz").resolve())
 
 
-@pytest.mark.parametrize("method", [name for name in methods.names() if "onnx" not in methods.load(name).engines])
+@pytest.mark.parametrize(
+    "method", [name for name in methods.builtin_names() if "onnx" not in methods.load(name).engines]
+)
 def test_what_it_writes_is_prepared(method: str) -> None:
     """For every method that trains a network; its parameters stand there as comments."""
     pytest.importorskip("torch", reason="some methods' parts are prepared with torch")
     assert main(["init", "--method", method, "--rounds", "2", "--out", "jobs/one.toml"]) == 0
-    assert settings.load(Path("jobs/one.toml")).rounds == 2
+    assert settings.load_job(Path("jobs/one.toml")).rounds == 2
     assert main(["prepare", "jobs/one.toml"]) == 0
     text = Path("jobs/one.toml").read_text()
     assert all(f"{name} " in text for name in methods.load(method).params.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("method", [name for name in methods.names() if "onnx" in methods.load(name).engines])
+@pytest.mark.parametrize("method", [name for name in methods.builtin_names() if "onnx" in methods.load(name).engines])
 def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torchvision finds the donors' weights: random ones lie where it keeps what it has downloaded."""
     torch = pytest.importorskip("torch", reason="donors are cut by torch")
     pytest.importorskip("onnx", reason="donors are cut into ONNX graphs")
     try:
-        models = torchvision_compat.torchvision().models
+        models = torchvision_compat.import_torchvision().models
     except ModelError as error:
         pytest.skip(str(error))
     monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
@@ -64,7 +66,7 @@ def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pyt
         torch.save(models.get_model(architecture).state_dict(), kept / file)
     assert main(["init", "--method", method, "--out", "jobs/one.toml"]) == 0
     assert main(["prepare", "jobs/one.toml"]) == 0
-    job, made = settings.load(Path("jobs/one.toml")), bundle.load(Path("jobs/one.bundle"))
+    job, made = settings.load_job(Path("jobs/one.toml")), bundle.load_bundle(Path("jobs/one.bundle"))
     assert (job.rounds, len(job.labels), job.model) == (200, 10, {})
     assert list(made.meta["donors"]) == ["mobilenet", "squeezenet"]
     assert made.meta["blocks"]["mobilenet.0"]["in_shape"] == [3, 64, 64]
@@ -76,7 +78,7 @@ def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> N
     np.savez("mine.npz", x_train=rng.random((60, 5), np.float32), y_train=np.arange(60) % 3)
     words = ["--data", "mine.npz", "--devices", "3", "--rounds", "2", "--method", "fedprox"]
     assert main(["init", *words, "--out", "jobs/My Job.toml"]) == 0
-    table = config.read(Path("jobs/My Job.toml"))
+    table = config.read_toml(Path("jobs/My Job.toml"))
     assert (table["name"], table["data"]["path"]) == ("my-job", "../mine.npz")
     assert (table["model"]["inputs"], table["model"]["classes"], table["fleet"]["devices"]) == (5, 3, 3)
     assert main(["prepare", "jobs/My Job.toml"]) == 0
@@ -90,8 +92,8 @@ def test_lines_of_defaults_are_the_defaults() -> None:
     text = Path("job.toml").read_text()
     loose = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
     Path("loose.toml").write_text(loose)
-    job, given = settings.load(Path("loose.toml")), settings.load(Path("job.toml"))
-    assert settings.params(job) == settings.params(given)
+    job, given = settings.load_job(Path("loose.toml")), settings.load_job(Path("job.toml"))
+    assert settings.parse_params(job) == settings.parse_params(given)
     assert (job.seed, job.cohort, job.check) == (given.seed, given.cohort, given.check)
 
 
@@ -103,7 +105,7 @@ def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("job.toml").read_text() == "mine"
     assert not Path("digits.npz").exists()
     assert main(["init", "--force"]) == 0
-    assert settings.load(Path("job.toml"))
+    assert settings.load_job(Path("job.toml"))
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,5 +131,5 @@ def test_a_terminal_is_asked() -> None:
     assert process.returncode == 0, told
     assert b"methods" in told
     assert b"whole number" in told
-    job = settings.load(Path("job.toml"))
+    job = settings.load_job(Path("job.toml"))
     assert (job.method, job.rounds, job.fleet.devices) == ("scaffold", 3, 7)

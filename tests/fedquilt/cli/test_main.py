@@ -29,9 +29,9 @@ def job(tmp_path: Path) -> Path:
     """A job file with its bundle."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
-    model = tensors.encode({"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)})
+    model = tensors.encode_tensors({"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)})
     network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
-    bundle.write(tmp_path / "job.bundle", {"network": network, "flops": 1}, {"model": model})
+    bundle.write_bundle(tmp_path / "job.bundle", {"network": network, "flops": 1}, {"model": model})
     return path
 
 
@@ -139,13 +139,13 @@ def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ls and logs, as text and as JSON."""
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (
             Started(BLOB),
             Asked(0, 0, ("dev-1",)),
             Ended("failed", "nobody came"),
         ):
-            store.append(run, fact)
+            store.append_event(run, fact)
         store.set_status(run, "failed")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["status"] == "failed"
@@ -163,9 +163,9 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
 ) -> None:
     """And an unknown device is an error that names those there are."""
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (Started(BLOB), Surveyed(0, ("a",), {"hot": ("b",)}), Asked(0, 0, ("a",))):
-            store.append(run, fact)
+            store.append_event(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
     assert capsys.readouterr().out == "round 0:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
@@ -182,9 +182,9 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
     usage = Usage(energy_j=8.0, idle_j=3.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0)
     update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update)):
-            store.append(run, fact)
+            store.append_event(run, fact)
         store.set_status(run, "done")
     assert main(["logs", run, "--home", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -202,11 +202,11 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
 ) -> None:
     """Nobody else would; and whoever follows it hears that nobody serves."""
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert main(["logs", run, "--follow", "--home", str(tmp_path)]) == 130
         assert "no coordinator serves" in capsys.readouterr().err
         assert main(["stop", run, "--home", str(tmp_path)]) == 0
-        assert store.status(run) == "stopped"
+        assert store.stored_status(run) == "stopped"
     assert "no coordinator was running it" in capsys.readouterr().out
 
 
@@ -229,13 +229,13 @@ def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) 
 def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An edited job file with an old bundle would train the old network."""
     from fedquilt import bundle as bundles
-    from fedquilt.coordinator.preflight import require_made_for
+    from fedquilt.coordinator.preflight import require_matching_bundle
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
     with pytest.raises(JobError, match="prepared from another job"):
-        require_made_for(settings.parse(table), bundles.load(job.with_name("job.bundle")))
+        require_matching_bundle(settings.parse_job(table), bundles.load_bundle(job.with_name("job.bundle")))
     table["model"]["hidden"] = []
-    require_made_for(settings.parse(table), bundles.load(job.with_name("job.bundle")))
+    require_matching_bundle(settings.parse_job(table), bundles.load_bundle(job.with_name("job.bundle")))
 
 
 def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with Store(tmp_path / "runs") as store:
-        run = store.add(settings.load(job), job.with_name("job.bundle"))
+        run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
         opened(store, run)
         read: list[bytes] = []
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
@@ -254,7 +254,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
         assert main(["export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
         reader.join(timeout=120)
     assert pipe.is_fifo()
-    assert tensors.decode(read[0]).keys() == {"1.weight", "1.bias"}
+    assert tensors.decode_tensors(read[0]).keys() == {"1.weight", "1.bias"}
 
 
 def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
@@ -263,10 +263,10 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
     """And after how many rounds of how many; that of a run that is done says nothing of it."""
     words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
     with Store(tmp_path / "runs") as store:
-        run = store.add(settings.load(job), job.with_name("job.bundle"))
+        run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
         state = opened(store, run).rounds.state
         assert state is not None
-        store.append(run, Committed(0, state, False, {}))
+        store.append_event(run, Committed(0, state, False, {}))
         store.set_status(run, "stopped")
         assert main(["export", run, *words]) == 0
         assert capsys.readouterr().out.endswith(f"; no final result: {run} is stopped, after 1 of at most 10 rounds\n")
@@ -278,7 +278,7 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
 def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And resuming it."""
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(run, "done")
     assert main(["stop", run, "--home", str(tmp_path)]) == 2
     assert main(["resume", run, "--home", str(tmp_path)]) == 2
@@ -304,12 +304,12 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
     null = '{"type":"Committed","round":0,"state":{"sha256":"%s","size":1},"finished":false,"metrics":{"loss":null}}'
     with Store(tmp_path) as store:
         odd, fine = (
-            store.add(settings.parse({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
+            store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
         )
         with store._write_transaction():
-            store._rows.append([(odd, 0.0, null % ("a" * 64))])
+            store._rows.append_events([(odd, 0.0, null % ("a" * 64))])
         for fact in (Started(BLOB), Asked(0, 0, ("dev-1",)), Ended("failed", "nobody came")):
-            store.append(fine, fact)
+            store.append_event(fine, fact)
         store.set_status(fine, "failed")
     home = ["--home", str(tmp_path)]
     assert main(["ls", *home]) == 0
@@ -357,7 +357,7 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
     def fail(path: Path) -> None:
         raise raised
 
-    monkeypatch.setattr(config, "read", fail)
+    monkeypatch.setattr(config, "read_toml", fail)
     ended, told = failed(capsys, "prepare", "x.toml")
     assert ended == code
     assert told.startswith(f"fedquilt: {said}")
@@ -367,9 +367,9 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
 def test_a_letter_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
     """A terminal of ASCII alone, and a reason in the words of another system."""
     with Store(tmp_path) as store:
-        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (Started(BLOB), Ended("failed", "Größe")):
-            store.append(run, fact)
+            store.append_event(run, fact)
     words = [sys.executable, "-m", "fedquilt.cli", "logs", "digits", "--home", str(tmp_path)]
     done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"}, capture_output=True, text=True)
     assert "failed: Gr??e" in done.stdout, done.stderr

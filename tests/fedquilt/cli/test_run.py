@@ -22,7 +22,7 @@ from fedquilt.transport.link import Link
 def run(tmp_path: Path) -> str:
     """A stopped run in the home `tmp_path`."""
     with Store(tmp_path) as store:
-        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(id, "stopped")
     return id
 
@@ -64,7 +64,7 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
     (tmp_path / "limits.toml").write_text("waiting_mb = 0\n")
     assert main(words) == 2
     with Store(tmp_path) as store:
-        assert store.status(run) == "stopped"
+        assert store.stored_status(run) == "stopped"
     (tmp_path / "limits.toml").write_text("waiting_mb = 7\n")
     main(words)
     assert found == [Limits(waiting_mb=7)]
@@ -75,7 +75,7 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
     program = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     words = ["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"]
     with Store(tmp_path) as serving:
-        assert serving.lock()
+        assert serving.acquire_lock()
         follower = subprocess.Popen([sys.executable, "-uc", program, *words], stdout=subprocess.PIPE, text=True)
         try:
             assert follower.stdout is not None
@@ -85,22 +85,22 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
             follower.communicate()
         assert said[0].startswith(run)
         assert said[1].startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
-        assert serving.status(run) == "running"
+        assert serving.stored_status(run) == "running"
 
 
 def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_submitted_it(tmp_path: Path) -> None:
     """The job would go to the default broker, which nobody named, and without certificates."""
     nowhere = options.Broker("mqtt://127.0.0.1:1", None, None, None, None, "fleet")
     with Store(tmp_path) as serving, Store(tmp_path) as store:
-        assert serving.lock()
+        assert serving.acquire_lock()
 
         def submit() -> str:
-            id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+            id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
             serving.close()
             return id
 
         with pytest.raises(UnservedError, match="no coordinator serves"):
-            homes.follow(tmp_path, nowhere, options.Blobs(None, None, None), store, submit)
+            homes.run_to_end(tmp_path, nowhere, options.Blobs(None, None, None), store, submit)
 
 
 def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
@@ -119,7 +119,7 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
     monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
     serving: list[Store | None] = [Store(tmp_path)]
     assert serving[0] is not None
-    assert serving[0].lock()
+    assert serving[0].acquire_lock()
     serving[0].set_status(run, "running")
 
     def turn(seconds: float) -> None:

@@ -22,7 +22,7 @@ def home(tmp_path: Path) -> Path:
 def queued(home: Path) -> Plan:
     """The latest rollout's plan."""
     with Store(home) as store:
-        return store.rollouts.find().state.plan
+        return store.rollouts.find_rollout().state.plan
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -42,11 +42,16 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(
     words = ("--canary", "10%", "--phases", "50,100", "--to", "site=lab", "--soak", "5min", "--window", "02:00-05:00")
     assert cli.main(["upgrade", str(file), "--home", str(home), *words]) == 0
     plan = queued(home)
-    assert (plan.kind, plan.name, plan.select, plan.shares) == ("agent", "9.9.9", ("site=lab",), (0.1, 0.5, 1.0))
+    assert (plan.kind, plan.name, plan.select, plan.cumulative_shares) == (
+        "agent",
+        "9.9.9",
+        ("site=lab",),
+        (0.1, 0.5, 1.0),
+    )
     assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
     with Store(home) as store:
         assert plan.blob is not None
-        kept = store.depot.path(plan.blob.sha256)
+        kept = store.depot.blob_path(plan.blob.sha256)
         assert kept is not None
         assert kept.read_bytes() == file.read_bytes()
     assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
@@ -65,7 +70,7 @@ def test_what_is_no_bundle_is_not_sent(home: Path, tmp_path: Path, capsys: pytes
     assert "either BUNDLE or --back" in refused(capsys, "upgrade", "--home", str(home))
     assert "there is nothing to take back" in refused(capsys, "upgrade", "--back", "--home", str(home))
     with Store(home) as store:
-        assert store.rollouts.all() == []
+        assert store.rollouts.readable_rollouts() == []
 
 
 def test_settings_are_queued_as_boards_take_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,8 @@ def frozen(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def there_and_back(wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors = NOTHING) -> tuple[Any, Any]:
     """What the coordinator gets, through bytes, and what is left out."""
-    sent, left = compression.encode(wire, given, base, unsent)
-    return compression.decode(wire, tensors.decode(tensors.encode(sent)), base), left
+    sent, left = compression.encode_bundle(wire, given, base, unsent)
+    return compression.decode_bundle(wire, tensors.decode_tensors(tensors.encode_tensors(sent)), base), left
 
 
 def row(*values: float) -> dict[str, np.ndarray]:
@@ -58,8 +58,8 @@ def test_raw_is_the_answer_itself() -> None:
         raise AssertionError
 
     answer = Answer({"model": model(0)}, 1.0)
-    assert compression.encoded(Encoding(), answer, never, never) is answer
-    assert compression.decoded(Encoding(), answer.bundles, never) is answer.bundles
+    assert compression.encode_update(Encoding(), answer, never, never) is answer
+    assert compression.decode_update(Encoding(), answer.bundles, never) is answer.bundles
 
 
 def test_fp16_is_exact_where_16_bits_hold_the_difference() -> None:
@@ -83,7 +83,7 @@ def test_fp16_rounds_a_difference_by_less_than_its_2048th_part() -> None:
 
 def test_int8_takes_steps_of_the_127th_part_of_the_largest() -> None:
     """Moved by 127, -63.6 and 0.4: 127, -64 and 0 steps of 1; 0.4 each are left out."""
-    sent, left = compression.encode(INT8, row(128, -62.6, 1.4), row(1, 1, 1), {})
+    sent, left = compression.encode_bundle(INT8, row(128, -62.6, 1.4), row(1, 1, 1), {})
     assert sent["w#int8"].tolist() == [127, -64, 0]
     assert sent["w#step"].tolist() == [1.0]
     np.testing.assert_allclose(left["w"], [0, 0.4, 0.4], atol=1e-5)
@@ -101,9 +101,9 @@ def test_what_has_not_moved_costs_int8_no_division() -> None:
 def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others() -> None:
     """Half of (1, -5, 3, 0) is -5 and 3; the next time the 1 that was left out is added to a 2.5, and told."""
     zero = row(0, 0, 0, 0)
-    sent, left = compression.encode(topk(0.5), row(1, -5, 3, 0), zero, {})
+    sent, left = compression.encode_bundle(topk(0.5), row(1, -5, 3, 0), zero, {})
     assert (sent["w#at"].tolist(), sent["w#value"].tolist()) == ([1, 2], [-5, 3])
-    assert compression.decode(topk(0.5), sent, zero)["w"].tolist() == [0, -5, 3, 0]
+    assert compression.decode_bundle(topk(0.5), sent, zero)["w"].tolist() == [0, -5, 3, 0]
     assert left["w"].tolist() == [1, 0, 0, 0]
     decoded, left = there_and_back(topk(0.5), row(2.5, 0, 2, 3), zero, left)
     assert decoded["w"].tolist() == [3.5, 0, 0, 3]
@@ -112,7 +112,7 @@ def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others() -> No
 
 def test_of_equals_topk_takes_the_first() -> None:
     """So that every machine takes the same ones, however its numpy sorts."""
-    sent, _ = compression.encode(topk(0.5), row(1, -2, 1, 1, -1, 1), row(0, 0, 0, 0, 0, 0), {})
+    sent, _ = compression.encode_bundle(topk(0.5), row(1, -2, 1, 1, -1, 1), row(0, 0, 0, 0, 0, 0), {})
     assert sent["w#at"].tolist() == [0, 1, 2]
 
 
@@ -131,7 +131,7 @@ def test_topk_takes_what_sorting_would_in_tensors_of_many_blocks(seed: int) -> N
         case _:
             moved = draws.choice([-1, 1], size) * 2.0 ** draws.uniform(-140, 120, size)
     given = {"w": moved.astype(np.float32)}
-    sent, left = compression.encode(topk(0.05), given, {"w": np.zeros(size, np.float32)}, {})
+    sent, left = compression.encode_bundle(topk(0.05), given, {"w": np.zeros(size, np.float32)}, {})
     wanted = np.sort(np.argsort(-np.abs(given["w"]), kind="stable")[: size // 20])
     assert np.array_equal(sent["w#at"], wanted)
     assert np.array_equal(sent["w#value"], given["w"][wanted])
@@ -145,7 +145,7 @@ def test_topk_that_keeps_all_is_the_model_bit_for_bit_in_every_round() -> None:
     for number in range(3):
         given = model(number, 1e-3)
         decoded, left = there_and_back(topk(1.0), given, model(10 + number), left)
-        assert tensors.encode(decoded) == tensors.encode(given)
+        assert tensors.encode_tensors(decoded) == tensors.encode_tensors(given)
         assert left == {}
 
 
@@ -171,7 +171,7 @@ def test_over_the_rounds_nothing_is_lost(wire: Encoding) -> None:
 def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire: Encoding) -> None:
     """Whatever the codec leaves out, of nothing it is nothing."""
     decoded, left = there_and_back(wire, model(0), model(0))
-    assert tensors.encode(decoded) == tensors.encode(model(0))
+    assert tensors.encode_tensors(decoded) == tensors.encode_tensors(model(0))
     assert left == {}
 
 
@@ -186,7 +186,7 @@ def test_bytes_are_those_of_the_table(shape: tuple[int, ...]) -> None:
     base = {"w": np.zeros(shape, np.float32)}
 
     def counted(wire: Encoding) -> int:
-        return tensors.total_bytes([compression.encode(wire, given, base, {})[0]])
+        return tensors.total_bytes([compression.encode_bundle(wire, given, base, {})[0]])
 
     place = 1 if size <= 256 else 2 if size <= 65536 else 4
     assert counted(FP16) == 2 * size
@@ -214,9 +214,9 @@ def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> 
         }
     )
     base = {name: np.ones_like(array) for name, array in given.items()}
-    sent, left = compression.encode(wire, given, base, {})
-    assert tensors.encode(sent) == tensors.encode(given)
-    assert tensors.encode(compression.decode(wire, sent, base)) == tensors.encode(given)
+    sent, left = compression.encode_bundle(wire, given, base, {})
+    assert tensors.encode_tensors(sent) == tensors.encode_tensors(given)
+    assert tensors.encode_tensors(compression.decode_bundle(wire, sent, base)) == tensors.encode_tensors(given)
     assert left == {}
 
 
@@ -225,25 +225,25 @@ def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire: Encodin
     """A parameter called running_mean is rounded, and a buffer called weight is not; an mlp has no buffers."""
     kinds: dict[str, Kind] = {"a.running_mean": "parameter", "a.weight": "buffer", "b.count": "counter"}
     meta = {"network": {"name": "own"}, "register": register_of_kinds(kinds, kinds)}
-    found = compression.sparing(wire, meta)
+    found = compression.exclude_buffers(wire, meta)
     assert found == msgspec.structs.replace(wire, unchanged=("a.weight", "b.count"))
     given = {name: np.array([0.1, 0.7, -3], np.float32) for name in kinds}
-    sent, _ = compression.encode(found, given, {name: 0 * array for name, array in given.items()}, {})
+    sent, _ = compression.encode_bundle(found, given, {name: 0 * array for name, array in given.items()}, {})
     assert {"a.weight", "b.count"} < sent.keys()
     assert "a.running_mean" not in sent
     mlp = {"network": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}}
-    assert compression.sparing(wire, mlp) == compression.sparing(wire, {}) == wire
+    assert compression.exclude_buffers(wire, mlp) == compression.exclude_buffers(wire, {}) == wire
     with pytest.raises(ModelError, match="no register of the tensors of 'own'"):
-        compression.sparing(wire, {"network": {"name": "own"}})
+        compression.exclude_buffers(wire, {"network": {"name": "own"}})
 
 
 @every
 def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire: Encoding) -> None:
     """The device's claim that it may be rounded does not count."""
     base = {"v": np.zeros(4, np.float32)}
-    sent, _ = compression.encode(wire, {"v": np.ones(4, np.float32)}, base, {})
+    sent, _ = compression.encode_bundle(wire, {"v": np.ones(4, np.float32)}, base, {})
     with pytest.raises(UpdateError, match=r"tensor 'v' was sent by .*, and is a buffer, which travels unchanged"):
-        compression.decode(msgspec.structs.replace(wire, unchanged=("v",)), sent, base)
+        compression.decode_bundle(msgspec.structs.replace(wire, unchanged=("v",)), sent, base)
 
 
 @pytest.mark.parametrize("base", [{}, row(0, 0), {"w": np.zeros(3)}, {"v": np.zeros(3, np.float32)}])
@@ -254,8 +254,8 @@ def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base: T
     assert decoded["w"].tolist() == [127, 0, -1]
     assert left == {}
     assert there_and_back(FP16, given, base)[0]["w"].tolist() == [127, float(np.float16(0.4)), -1]
-    sent, left = compression.encode(topk(0.1), given, base, {})
-    assert tensors.encode(sent) == tensors.encode(given)
+    sent, left = compression.encode_bundle(topk(0.1), given, base, {})
+    assert tensors.encode_tensors(sent) == tensors.encode_tensors(given)
     assert left == {}
 
 
@@ -264,8 +264,8 @@ def test_nothing_that_is_given_changes(wire: Encoding) -> None:
     """Arrays that cannot be written to serve: workers share them."""
     given, base = frozen(model(1)), frozen(model(0))
     _, left = there_and_back(wire, given, base)
-    sent, _ = compression.encode(wire, given, base, left)
-    compression.decode(wire, frozen(sent), base)
+    sent, _ = compression.encode_bundle(wire, given, base, left)
+    compression.decode_bundle(wire, frozen(sent), base)
 
 
 # -- private state --------------------------------------------------------------------------------
@@ -274,17 +274,19 @@ def test_nothing_that_is_given_changes(wire: Encoding) -> None:
 def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods() -> None:
     """By bundle and tensor; the method sees its own alone, and nothing of it is in what is sent."""
     base, answer = {"model": model(0)}, Answer({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
-    told = compression.encoded(INT8, answer, base.get, dict)
+    told = compression.encode_update(INT8, answer, base.get, dict)
     assert set(told.local) == {"scores", *(f"unsent/model/{name}" for name in model(0))}
-    assert compression.own(told.local).keys() == {"scores"}
-    sent = tensors.encode(told.bundles["model"])
+    assert compression.method_state(told.local).keys() == {"scores"}
+    sent = tensors.encode_tensors(told.bundles["model"])
     assert not any(array.tobytes() in sent for name, array in told.local.items() if name != "scores")
 
 
 def test_of_what_is_not_sent_this_time_nothing_is_forgotten() -> None:
     """A layer that is left out of an answer, and a bundle that is: what they have not told waits."""
     before = {"unsent/model/w": np.ones(2, np.float32), "unsent/gene/w": np.ones(3, np.float32)}
-    told = compression.encoded(INT8, Answer({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before)
+    told = compression.encode_update(
+        INT8, Answer({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before
+    )
     assert {name: array.tolist() for name, array in told.local.items()} == {
         "unsent/model/w": [1, 1],
         "unsent/gene/w": [1, 1, 1],
@@ -305,22 +307,22 @@ def test_what_is_left_of_another_shape_counts_for_nothing() -> None:
 def test_a_value_that_is_not_finite_is_never_encoded(wire: Encoding, value: float) -> None:
     """int8 would make it a number like any other."""
     with pytest.raises(UpdateError, match="'w' holds 1 values that are not finite"):
-        compression.encoded(wire, Answer({"model": row(1, value)}, 1.0), {}.get, dict)
+        compression.encode_update(wire, Answer({"model": row(1, value)}, 1.0), {}.get, dict)
 
 
 def test_what_16_bits_cannot_hold_is_refused_with_the_mend() -> None:
     """Rather than sent as infinity; int8 takes it. What leaves float32 altogether nobody takes."""
     with pytest.raises(UpdateError, match=r"tensor 'w', .*65504; \[wire\] codec = 'int8'"):
-        compression.encode(FP16, row(1e5), row(0), {})
+        compression.encode_bundle(FP16, row(1e5), row(0), {})
     assert there_and_back(INT8, row(1e5), row(0))[0]["w"].tolist() == [1e5]
     with pytest.raises(UpdateError, match="too large: 32 bits"):
-        compression.encode(INT8, row(3e38), row(-3e38), {})
+        compression.encode_bundle(INT8, row(3e38), row(-3e38), {})
 
 
 def test_a_name_that_looks_like_a_part_is_refused() -> None:
     """The coordinator could not tell."""
     with pytest.raises(ModelError, match="'w#int8'"):
-        compression.encode(INT8, {"w#int8": np.ones(2, np.float32)}, {}, {})
+        compression.encode_bundle(INT8, {"w#int8": np.ones(2, np.float32)}, {}, {})
 
 
 GOOD_TOPK = {"w#at": np.array([0, 2], np.uint8), "w#value": np.ones(2, np.float32)}
@@ -357,10 +359,10 @@ def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(
 ) -> None:
     """Wrong types, shapes, counts, places; a step that is none; a part that is missing or too many."""
     good = {"fp16": {"w#fp16": np.ones(4, np.float16)}, "int8": GOOD_INT8, "topk": GOOD_TOPK}[wire.codec]
-    assert compression.decode(wire, good, row(0, 0, 0, 0)).keys() == {"w"}
+    assert compression.decode_bundle(wire, good, row(0, 0, 0, 0)).keys() == {"w"}
     given = {name: array for name, array in {**good, **change}.items() if array is not None}
     with pytest.raises(UpdateError) as caught:
-        compression.decode(wire, given, row(0, 0, 0, 0))
+        compression.decode_bundle(wire, given, row(0, 0, 0, 0))
     assert said in str(caught.value)
 
 
@@ -373,7 +375,7 @@ def test_a_tensor_without_a_start_is_decoded_in_the_memory_of_one() -> None:
     """No zeros of its size are made for what it moved from: 40 MB of float32, and little beside them."""
     wire, counts = Encoding(codec="int8"), np.ones(10_000_000, np.int8)
     tracemalloc.start()
-    found = compression.decode(wire, {"w#int8": counts, "w#step": np.full(1, 0.5, np.float32)}, {})
+    found = compression.decode_bundle(wire, {"w#int8": counts, "w#step": np.full(1, 0.5, np.float32)}, {})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert float(found["w"].min()) == float(found["w"].max()) == 0.5

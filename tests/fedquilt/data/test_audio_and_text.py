@@ -53,10 +53,10 @@ def test_a_tone_is_loudest_in_its_own_band() -> None:
     weights = spectrogram.mel_filters(RATE, points, 8)
     for band in range(2, 8):
         hz = float(np.argmax(weights[:, band]) * RATE / points)
-        found = spectrogram.log_mel(tone(hz), SPEC)
-        assert found.shape == (spectrogram.frames_of(SPEC)[3], 8) == (5, 8)
+        found = spectrogram.log_mel_spectrogram(tone(hz), SPEC)
+        assert found.shape == (spectrogram.frame_layout(SPEC)[3], 8) == (5, 8)
         assert (found.argmax(axis=1) == band).all()
-    np.testing.assert_allclose(spectrogram.log_mel(np.zeros(10), SPEC), np.log(1e-10), rtol=1e-6)
+    np.testing.assert_allclose(spectrogram.log_mel_spectrogram(np.zeros(10), SPEC), np.log(1e-10), rtol=1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -91,12 +91,12 @@ def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:
         for number in range(2):
             recorded(tmp_path / "a" / kind / f"{number}.wav", tone(hz + number))
     keys = {"rate": RATE, "seconds": 0.1, "mels": 8}
-    by_folder = readers.open_(spec(tmp_path / "a", audio=keys))
+    by_folder = readers.open_reader(spec(tmp_path / "a", audio=keys))
     assert by_folder.y.tolist() == [0, 0, 1, 1]
     rows = ["a/low/1.wav,low,ann", "a/high/0.wav,high,bob"]
     (tmp_path / "list.csv").write_text("\n".join(["file,kind,who", *rows]) + "\n")
     table = {"x": "file", "y": "kind", "labels": ["high", "low"], "column": "who", "audio": keys}
-    by_table = readers.open_(spec(tmp_path / "list.csv", **table))
+    by_table = readers.open_reader(spec(tmp_path / "list.csv", **table))
     assert by_table.y.tolist() == [1, 0]
     assert by_table.owner is not None
     assert by_table.owner.tolist() == ["ann", "bob"]
@@ -107,18 +107,18 @@ def test_a_bad_recording_is_named(tmp_path: Path) -> None:
     """Another rate, no WAV at all, one that is cut short, one that is not there."""
     recorded(tmp_path / "a" / "k" / "1.wav", tone(200), rate=16000)
     with pytest.raises(DataError, match=r"1\.wav has 16000 samples a second, and 8000 are wanted: .*ffmpeg -i 1\.wav"):
-        readers.open_(spec(tmp_path / "a", audio={"rate": RATE}))
+        readers.open_reader(spec(tmp_path / "a", audio={"rate": RATE}))
     (tmp_path / "b" / "k").mkdir(parents=True)
     (tmp_path / "b" / "k" / "2.wav").write_bytes(b"ID3 this is no WAV file")
     with pytest.raises(DataError, match=r"2\.wav is no WAV file of plain samples"):
-        readers.open_(spec(tmp_path / "b", audio={"rate": RATE}))
+        readers.open_reader(spec(tmp_path / "b", audio={"rate": RATE}))
     whole = recorded(tmp_path / "c" / "k" / "3.wav", tone(200)).read_bytes()
     (tmp_path / "c" / "k" / "3.wav").write_bytes(whole[:-200])
     with pytest.raises(DataError, match=r"3\.wav is cut short"):
-        readers.open_(spec(tmp_path / "c", audio={"rate": RATE, "seconds": 0.1})).take(np.arange(1))
+        readers.open_reader(spec(tmp_path / "c", audio={"rate": RATE, "seconds": 0.1})).take(np.arange(1))
     (tmp_path / "list.csv").write_text("file,y\nnowhere.wav,0\n")
     with pytest.raises(DataError, match=r"list\.csv, line 2, column 'file': no file 'nowhere\.wav' beside the table"):
-        readers.open_(spec(tmp_path / "list.csv", x="file", audio={"rate": RATE}))
+        readers.open_reader(spec(tmp_path / "list.csv", x="file", audio={"rate": RATE}))
 
 
 # -- texts ----------------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ def test_texts_are_read_from_a_table_or_by_folder(tmp_path: Path) -> None:
     """The same tokens either way."""
     text = {"vocabulary": str(vocabulary(tmp_path)), "length": 4}
     (tmp_path / "notes.csv").write_text('note,y\n"pump 3, sensor",1\nsensors,0\n')
-    reader = readers.open_(spec(tmp_path / "notes.csv", text=text))
+    reader = readers.open_reader(spec(tmp_path / "notes.csv", text=text))
     assert reader.take(np.arange(2)).tolist() == [[5, 6, 1, 2], [2, 3, 4, 0]]
     assert (reader.shape, reader.tokens, reader.y.tolist()) == ((4,), len(WORDS), [1, 0])
     for kind in ("a", "b"):
         (tmp_path / "t" / kind).mkdir(parents=True)
         (tmp_path / "t" / kind / "1.txt").write_text("sensors")
-    by_folder = readers.open_(spec(tmp_path / "t", text=text))
+    by_folder = readers.open_reader(spec(tmp_path / "t", text=text))
     assert by_folder.y.tolist() == [0, 1]
     assert by_folder.take(np.array([1])).tolist() == [[2, 3, 4, 0]]
     (tmp_path / "t" / "b" / "1.txt").write_bytes("pumpe läuft".encode("latin-1"))
     with pytest.raises(DataError, match=r"1\.txt is not text in UTF-8 \(perhaps Latin-1\)"):
-        readers.open_(spec(tmp_path / "t", text=text))
+        readers.open_reader(spec(tmp_path / "t", text=text))
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_a_bad_vocabulary_is_told_with_its_line(words: list[str], said: str, tmp
     """When the data are opened."""
     (tmp_path / "notes.csv").write_text("note,y\npump,1\n")
     with pytest.raises(DataError, match=said):
-        readers.open_(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path, words))}))
+        readers.open_reader(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path, words))}))
 
 
 def test_a_text_among_several_columns_has_to_be_named(tmp_path: Path) -> None:
     """And without a vocabulary no text can be read."""
     (tmp_path / "notes.csv").write_text("note,title,y\npump,a,1\n")
     with pytest.raises(DataError, match=r"columns note, title could all be the text: name it, as \[data\] x = 'note'"):
-        readers.open_(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path))}))
+        readers.open_reader(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path))}))
     with pytest.raises(DataError, match=r"cannot read the vocabulary .*gone\.txt"):
-        readers.open_(spec(tmp_path / "notes.csv", x="note", text={"vocabulary": str(tmp_path / "gone.txt")}))
+        readers.open_reader(spec(tmp_path / "notes.csv", x="note", text={"vocabulary": str(tmp_path / "gone.txt")}))

@@ -37,7 +37,7 @@ every_partition = pytest.mark.parametrize("kind", PARTITIONS)
 
 
 def shares(y: np.ndarray, spec: DataSpec) -> list[np.ndarray]:
-    return [partition.rows(y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares)]
+    return [partition.rows_of_share(y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares)]
 
 
 def with_options(spec: DataSpec, **options) -> DataSpec:
@@ -101,9 +101,9 @@ def test_no_dirichlet_share_is_below_the_minimum():
     spec = DataSpec("digits.npz", partition="dirichlet", shares=7, alpha=0.3, min_size=6)
     assert min(map(len, shares(LABELS, spec))) >= 6
     with pytest.raises(DataError, match=r"digits\.npz: none of 1000 .* raise alpha, or lower shares or min_size"):
-        partition.rows(LABELS, with_options(spec, min_size=14, alpha=0.01))
+        partition.rows_of_share(LABELS, with_options(spec, min_size=14, alpha=0.01))
     with pytest.raises(DataError, match="7 shares of at least 15 of only 100"):
-        partition.rows(LABELS, with_options(spec, min_size=15))
+        partition.rows_of_share(LABELS, with_options(spec, min_size=15))
 
 
 def test_each_device_has_so_many_classes_and_each_class_a_device():
@@ -122,22 +122,22 @@ def test_classes_that_cannot_be_given_out_are_refused(classes):
     """3 devices of one class leave two classes to nobody; 6 of 5 classes cannot be had."""
     spec = DataSpec("d", partition="classes", shares=3, classes=classes)
     with pytest.raises(DataError, match="set classes from 2 to 5"):
-        partition.rows(LABELS, spec)
+        partition.rows_of_share(LABELS, spec)
 
 
 def test_a_fifth_of_each_class_is_held_out():
     """round(0.2 * 100) = 20 as 8 + 6 + 4 + 1.6 + 0.4: the fractions go to the class with the larger one."""
-    train, held = partition.hold_out(LABELS, DataSpec("-"))
+    train, held = partition.split_held_out(LABELS, DataSpec("-"))
     assert np.bincount(LABELS[held], minlength=5).tolist() == [8, 6, 4, 2, 0]
     assert sorted([*train, *held]) == list(range(100))
-    other = partition.hold_out(LABELS, DataSpec("-", seed=1))[1]
+    other = partition.split_held_out(LABELS, DataSpec("-", seed=1))[1]
     assert not np.array_equal(held, other)
 
 
 @pytest.mark.parametrize(("count", "share", "wanted"), [(1, 0.2, 0), (2, 0.2, 1), (3, 0.9, 2), (10, 0.0, 0)])
 def test_both_parts_have_something_where_they_can(count, share, wanted):
     """One example is for training; of two one is held out; never all, never any unless wanted."""
-    train, held = partition.hold_out(np.zeros(count, int), DataSpec("-", held=share))
+    train, held = partition.split_held_out(np.zeros(count, int), DataSpec("-", held=share))
     assert (len(train), len(held)) == (count - wanted, wanted)
 
 
@@ -159,7 +159,7 @@ def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
     spec = DataSpec(str(small(tmp_path / "a.npz", save)), partition="iid", shares=4)
     seen = []
     for share in range(4):
-        train, held = data.load(with_options(spec, share=share))
+        train, held = data.load_share(with_options(spec, share=share))
         assert (len(train), len(held)) == (4, 1)
         for part in (train, held):
             assert [row % 4 for row in rows_of(part)] == part.y.tolist()
@@ -172,10 +172,10 @@ def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
     x, y = np.arange(200, dtype=np.uint8).reshape(100, 2), LABELS
     np.savez(tmp_path / "data.npz", x=x, y=y)
     spec = DataSpec(str(tmp_path / "data.npz"), partition="dirichlet", shares=4, limit=60, seed=5)
-    together = data.load_shares(spec)
+    together = data.load_all_shares(spec)
     assert len(together) == 4
     for share, parts in enumerate(together):
-        for part, own in zip(parts, data.load(with_options(spec, share=share)), strict=True):
+        for part, own in zip(parts, data.load_share(with_options(spec, share=share)), strict=True):
             assert np.array_equal(part.x, own.x)
             assert np.array_equal(part.y, own.y)
 
@@ -185,12 +185,12 @@ def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
 ):
     """A fleet larger than its data: those that have examples get them from one reading, the others are told."""
     spec = DataSpec(str(small(tmp_path / "a.npz", np.savez)), partition="iid", shares=25)
-    opened, open_ = [], data.open_
-    monkeypatch.setattr(data, "open_", lambda spec: opened.append(spec) or open_(spec))
+    opened, open_ = [], data.open_split
+    monkeypatch.setattr(data, "open_split", lambda spec: opened.append(spec) or open_(spec))
     together, empty = data.Together(), []
     for share in range(25):
         try:
-            train, held = together.load(with_options(spec, share=share))
+            train, held = together.load_share(with_options(spec, share=share))
             assert len(train) + len(held) == 1
         except DataError as error:
             empty.append(str(error))
@@ -204,7 +204,7 @@ def test_large_arrays_are_read_in_blocks(tmp_path: Path):
     wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
     path = small(tmp_path / "wide.npz", np.savez, x_train=wide, y_train=np.arange(40))
     rows = np.array([23, 24, 39, 7, 8, 0, 9, 8])
-    taken = readers.open_(DataSpec(str(path))).take(rows)
+    taken = readers.open_reader(DataSpec(str(path))).take(rows)
     assert taken.dtype == np.float32
     assert np.array_equal(taken, wide[rows])
 
@@ -225,7 +225,7 @@ def peak():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 before = peak()
-train, held = data.load(DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
+train, held = data.load_share(DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
 assert train.x.nbytes + held.x.nbytes == 2_000_000
 assert peak() - before < 20_000_000, peak() - before
 """
@@ -236,7 +236,7 @@ assert peak() - before < 20_000_000, peak() - before
 def test_the_test_split_is_read_whole(tmp_path: Path):
     """load_all neither partitions nor holds out."""
     spec = DataSpec(str(small(tmp_path / "a.npz")), split="test", partition="iid", shares=4)
-    examples = data.load_all(spec)
+    examples = data.load_split(spec)
     assert rows_of(examples) == [100, 101, 102, 103, 104]
     assert examples.y.dtype == np.int64
 
@@ -244,21 +244,21 @@ def test_the_test_split_is_read_whole(tmp_path: Path):
 def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
     """8 of 20 by the seed, the same for all devices, not the first 8."""
     spec = DataSpec(str(small(tmp_path / "a.npz")), limit=8, partition="iid", shares=2)
-    halves = [data.load(with_options(spec, share=share, held=0)) for share in (0, 1)]
+    halves = [data.load_share(with_options(spec, share=share, held=0)) for share in (0, 1)]
     drawn = sorted(rows_of(halves[0][0]) + rows_of(halves[1][0]))
     assert len(set(drawn)) == 8
-    assert drawn == rows_of(data.load_all(spec)) != list(range(8))
-    assert len(data.load_all(with_options(spec, limit=50))) == 20
+    assert drawn == rows_of(data.load_split(spec)) != list(range(8))
+    assert len(data.load_split(with_options(spec, limit=50))) == 20
 
 
 def test_arrays_may_be_called_otherwise(tmp_path: Path):
     """By name; x and y alone are the training split."""
     path = tmp_path / "a.npz"
     np.savez(path, x=np.ones((2, 3)), y=[0, 1], pixels=np.zeros((2, 3)))
-    assert data.load_all(DataSpec(str(path))).x.sum() == 6
-    assert data.load_all(DataSpec(str(path), x="pixels")).x.sum() == 0
+    assert data.load_split(DataSpec(str(path))).x.sum() == 6
+    assert data.load_split(DataSpec(str(path), x="pixels")).x.sum() == 0
     with pytest.raises(DataError, match=r"a\.npz holds x, y, pixels, not x_test: set \[data\] x"):
-        data.load_all(DataSpec(str(path), split="test"))
+        data.load_split(DataSpec(str(path), split="test"))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_arrays_that_are_no_examples_are_refused(tmp_path: Path, arrays, message
     """Each with the file's name; objects are never unpickled."""
     path = small(tmp_path / "odd.npz", **arrays)
     with pytest.raises(DataError, match=rf"odd\.npz.*({message})"):
-        data.load(DataSpec(str(path)))
+        data.load_share(DataSpec(str(path)))
 
 
 def test_a_damaged_npz_is_refused(tmp_path: Path):
@@ -291,7 +291,7 @@ def test_a_damaged_npz_is_refused(tmp_path: Path):
         path = tmp_path / f"{name}.npz"
         path.write_bytes(payload)
         with pytest.raises(DataError, match=rf"cannot read .*{name}\.npz"):
-            data.load(DataSpec(str(path)))
+            data.load_share(DataSpec(str(path)))
 
 
 # -- the table, and what is not there -------------------------------------------------------------
@@ -300,12 +300,12 @@ def test_a_damaged_npz_is_refused(tmp_path: Path):
 def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
     """Nothing at the path; nothing in the share."""
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
-        data.load(DataSpec(str(tmp_path / "nowhere")))
+        data.load_share(DataSpec(str(tmp_path / "nowhere")))
     with pytest.raises(DataError, match="/dev/zero is a device or a pipe, which has no end: set"):
-        data.load(DataSpec("/dev/zero"))
+        data.load_share(DataSpec("/dev/zero"))
     path = str(small(tmp_path / "a.npz"))
     with pytest.raises(DataError, match=r"a\.npz: share 20 of 21 \('iid'\) is empty, of 20 examples: have fewer"):
-        data.load(DataSpec(path, partition="iid", share=20, shares=21))
+        data.load_share(DataSpec(path, partition="iid", share=20, shares=21))
 
 
 def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read() -> None:
@@ -335,12 +335,12 @@ def test_the_table_is_checked_without_numpy():
 @needs_torchvision
 def test_mnist_reads_the_same_through_idx_and_torchvision():
     """The official first labels, and every pixel of a hundred images by either way."""
-    by_idx = data.load_all(DataSpec(str(REAL / "MNIST"), split="test"))
+    by_idx = data.load_split(DataSpec(str(REAL / "MNIST"), split="test"))
     assert by_idx.x.shape == (10000, 28, 28)
     assert by_idx.y[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
     spec = DataSpec(str(REAL), dataset="MNIST", split="test", limit=100)
-    by_torchvision = data.load_all(spec)
-    rows = partition.sample(10000, 100, 0)
+    by_torchvision = data.load_split(spec)
+    rows = partition.sample_rows(10000, 100, 0)
     assert np.array_equal(by_torchvision.x, by_idx.x[rows])
     assert np.array_equal(by_torchvision.y, by_idx.y[rows])
 
@@ -350,12 +350,12 @@ def test_cifar_is_shared_out_exactly():
     """20 devices by Dirichlet(0.5): 10,000 in all, and one share's pixels are the file's own."""
     path = REAL / "cifar10-10k.npz"
     spec = DataSpec(str(path), partition="dirichlet", shares=20, seed=1)
-    y = readers.open_(spec).y
+    y = readers.open_reader(spec).y
     owned = shares(y, spec)
     assert sorted(np.concatenate(owned).tolist()) == list(range(10000))
-    train, held = data.load(with_options(spec, share=3))
+    train, held = data.load_share(with_options(spec, share=3))
     with np.load(path) as whole:
-        picked = tensors.rng("check").choice(len(train))
+        picked = tensors.seeded_rng("check").choice(len(train))
         assert any(np.array_equal(train.x[picked], image) for image in whole["x_train"][owned[3]])
     assert len(train) + len(held) == len(owned[3])
     assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
@@ -364,7 +364,7 @@ def test_cifar_is_shared_out_exactly():
 def test_nothing_held_out_of_floats_is_no_error(tmp_path: Path):
     """An empty part has nothing that is not finite."""
     np.savez(tmp_path / "x.npz", x=np.zeros((10, 2, 2), np.float32), y=np.arange(10) % 2)
-    train, held = data.load(DataSpec(str(tmp_path / "x.npz"), held=0))
+    train, held = data.load_share(DataSpec(str(tmp_path / "x.npz"), held=0))
     assert (len(train), held.x.shape) == (10, (0, 2, 2))
 
 
@@ -374,4 +374,4 @@ def test_examples_that_are_not_finite_are_named(tmp_path: Path):
     x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)
     with pytest.raises(DataError, match=r"x\.npz: 2 of 10 examples hold NaN or infinity, the first is example 3"):
-        data.load_all(DataSpec(str(tmp_path / "x.npz")))
+        data.load_split(DataSpec(str(tmp_path / "x.npz")))

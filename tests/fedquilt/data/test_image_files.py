@@ -35,10 +35,10 @@ def test_idx_files_are_found_in_their_folder(tmp_path: Path, packed, inside):
     """Packed or not, beside each other or in raw/, the two splits apart."""
     idx(tmp_path / inside, "train", 6, packed=packed)
     idx(tmp_path / inside, "t10k", 3, packed=packed)
-    train, held = data.load(DataSpec(str(tmp_path)))
+    train, held = data.load_share(DataSpec(str(tmp_path)))
     assert sorted(rows_of(train) + rows_of(held)) == list(range(6))
     assert train.x.shape[1:] == (2, 2)
-    test = data.load_all(DataSpec(str(tmp_path), split="test"))
+    test = data.load_split(DataSpec(str(tmp_path), split="test"))
     assert (rows_of(test), test.y.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
@@ -46,32 +46,32 @@ def test_one_idx_file_brings_its_labels(tmp_path: Path):
     """By its name; without them there is nothing to learn."""
     idx(tmp_path, "train", 6)
     images = tmp_path / "train-images-idx3-ubyte"
-    assert len(data.load_all(DataSpec(str(images)))) == 6
+    assert len(data.load_split(DataSpec(str(images)))) == 6
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match="train-labels-idx1-ubyte is not beside it"):
-        data.load_all(DataSpec(str(images)))
+        data.load_split(DataSpec(str(images)))
 
 
 def test_damaged_idx_files_are_refused(tmp_path: Path):
     """Other counts, a cut, another format, a missing split: each names the file."""
     idx(tmp_path / "counts", "train", 6, labels=5)
     with pytest.raises(DataError, match="holds 6 images, train-labels-idx1-ubyte 5 labels"):
-        data.load(DataSpec(str(tmp_path / "counts")))
+        data.load_share(DataSpec(str(tmp_path / "counts")))
     idx(tmp_path / "cut", "train", 6)
     images = tmp_path / "cut/train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-5])
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte: cut short in row 4 of 6"):
-        data.load(DataSpec(str(tmp_path / "cut")))
+        data.load_share(DataSpec(str(tmp_path / "cut")))
     images.write_bytes(b"no pixels")
     with pytest.raises(DataError, match="train-images-idx3-ubyte is not an IDX file"):
-        data.load(DataSpec(str(tmp_path / "cut")))
+        data.load_share(DataSpec(str(tmp_path / "cut")))
     with pytest.raises(DataError, match="for split 'test' is wanted; it has train-images-idx3-ubyte"):
-        data.load(DataSpec(str(tmp_path / "cut"), split="test"))
+        data.load_share(DataSpec(str(tmp_path / "cut"), split="test"))
     idx(tmp_path / "packed", "train", 6, packed=True)
     packed = tmp_path / "packed/train-images-idx3-ubyte.gz"
     packed.write_bytes(packed.read_bytes()[:-12])
     with pytest.raises(DataError, match=r"cannot read .*train-images-idx3-ubyte\.gz"):
-        data.load(DataSpec(str(tmp_path / "packed")))
+        data.load_share(DataSpec(str(tmp_path / "packed")))
 
 
 # -- image folders, torchvision -------------------------------------------------------------------
@@ -89,12 +89,12 @@ def test_a_folder_of_images_is_read_by_class(tmp_path: Path):
         picture(tmp_path / "train" / name, value, mode=mode)
     picture(tmp_path / "test/dog/z.png", 9)
     (tmp_path / "train/cat/notes.txt").write_text("no image")
-    train = data.load_all(DataSpec(str(tmp_path)))
+    train = data.load_split(DataSpec(str(tmp_path)))
     assert train.x.shape == (3, 4, 4, 3)
     assert (rows_of(train), train.y.tolist()) == ([1, 2, 3], [0, 0, 1])
-    test = data.load_all(DataSpec(str(tmp_path), split="test"))
+    test = data.load_split(DataSpec(str(tmp_path), split="test"))
     assert (rows_of(test), test.y.tolist()) == ([9], [1])
-    alone = data.load_all(DataSpec(str(tmp_path / "train")))
+    alone = data.load_split(DataSpec(str(tmp_path / "train")))
     assert np.array_equal(alone.x, train.x)
 
 
@@ -103,8 +103,8 @@ def test_images_of_several_sizes_need_one(tmp_path: Path):
     picture(tmp_path / "cat/a.png", 1)
     picture(tmp_path / "dog/b.png", 2, (6, 5))
     with pytest.raises(DataError, match=r"images of \(5, 6\) and \(4, 4\) pixels: set \[data\] size"):
-        data.load_all(DataSpec(str(tmp_path)))
-    sized = data.load_all(DataSpec(str(tmp_path), size=3))
+        data.load_split(DataSpec(str(tmp_path)))
+    sized = data.load_split(DataSpec(str(tmp_path), size=3))
     assert sized.x.shape == (2, 3, 3, 3)
     assert rows_of(sized) == [1, 2]
 
@@ -112,23 +112,23 @@ def test_images_of_several_sizes_need_one(tmp_path: Path):
 def test_folders_that_are_no_data_are_refused(tmp_path: Path):
     """Empty, another split, a class never trained on, a broken image: each names the place."""
     with pytest.raises(DataError, match="holds no images: put them in"):
-        data.load(DataSpec(str(tmp_path)))
+        data.load_share(DataSpec(str(tmp_path)))
     picture(tmp_path / "train/cat/a.png", 1)
     with pytest.raises(DataError, match="has no folder 'test'"):
-        data.load(DataSpec(str(tmp_path), split="test"))
+        data.load_share(DataSpec(str(tmp_path), split="test"))
     picture(tmp_path / "test/cow/a.png", 1)
     with pytest.raises(DataError, match="class 'cow' is not among those to train on: cat"):
-        data.load(DataSpec(str(tmp_path), split="test"))
+        data.load_share(DataSpec(str(tmp_path), split="test"))
     for payload in (b"not a picture", (tmp_path / "train/cat/a.png").read_bytes()[:50]):
         (tmp_path / "train/cat/b.png").write_bytes(payload)
         with pytest.raises(DataError, match=r"cannot read .*cat/b\.png"):
-            data.load(DataSpec(str(tmp_path)))
+            data.load_share(DataSpec(str(tmp_path)))
 
 
 @needs_torchvision
 def test_a_torchvision_data_set_that_is_not_there_says_how_to_fetch_it(tmp_path: Path):
     """It is never downloaded unasked."""
     with pytest.raises(DataError, match=r"CIFAR10 in .*set \[data\] download = true"):
-        data.load(DataSpec(str(tmp_path), dataset="CIFAR10"))
+        data.load_share(DataSpec(str(tmp_path), dataset="CIFAR10"))
     with pytest.raises(DataError, match="torchvision has no data set 'CIFAR11'"):
-        data.load(DataSpec(str(tmp_path), dataset="CIFAR11"))
+        data.load_share(DataSpec(str(tmp_path), dataset="CIFAR11"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import require_made_for
+from fedquilt.coordinator.preflight import require_matching_bundle
 from fedquilt.core import DataError, JobError
 from fedquilt.data import fitting, inputs
 from fedquilt.data.spec import DataSpec
@@ -19,15 +19,15 @@ from fedquilt.tools.artefacts import prepare
 def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
     """Along the last axis, whatever is before it; a feature that never varies is only shifted."""
     x = np.array([[[1, 5], [3, 5]], [[5, 5], [7, 5]]], np.int16)  # (n, steps, features)
-    found = inputs.measured(x)
+    found = inputs.measure_scales(x)
     assert found.mean == (4.0, 5.0)
     assert found.std == (pytest.approx(np.sqrt(5)), 1.0)
-    ready = inputs.prepare(x, {"mean": found.mean, "std": found.std})
+    ready = inputs.prepare_inputs(x, {"mean": found.mean, "std": found.std})
     assert ready.dtype == np.float32
     np.testing.assert_allclose(ready[..., 0].std(), 1, rtol=1e-6)
     assert not ready[..., 1].any()
     with pytest.raises(DataError, match=r"shape \(3,\): the job's \[input\] standardises 2 features"):
-        inputs.prepare(np.zeros((4, 3)), {"mean": found.mean, "std": found.std})
+        inputs.prepare_inputs(np.zeros((4, 3)), {"mean": found.mean, "std": found.std})
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
 def test_a_bad_table_of_inputs_says_what_is_wanted(table: dict[str, Any], said: str) -> None:
     """Before anything is prepared."""
     with pytest.raises(JobError, match=said):
-        inputs.parse(table)
+        inputs.parse_input_table(table)
 
 
 def made(folder: Path, **tables: Any) -> tuple[settings.Job, Any]:
     pytest.importorskip("torch")
-    job = settings.parse({"name": "j", "method": "fedavg", **tables})
+    job = settings.parse_job({"name": "j", "method": "fedavg", **tables})
     import msgspec
 
-    return job, prepare.prepare(msgspec.to_builtins(job), folder / "bundle")
+    return job, prepare.prepare_bundle(msgspec.to_builtins(job), folder / "bundle")
 
 
 def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path: Path) -> N
     model = {"name": "mlp", "inputs": 2, "classes": 2}
     job, bundle = made(tmp_path, model=model, input={"standardise": True}, data={"path": str(tmp_path)})
     assert bundle.meta["network"]["input"] == {"mean": [2.0, 20.0], "std": [1.0, 10.0], "standardise": True}
-    require_made_for(job, bundle)
+    require_matching_bundle(job, bundle)
     _, inside = made(tmp_path, model={**model, "input": {"standardise": True}}, data={"path": str(tmp_path)})
     assert inside.meta["network"] == bundle.meta["network"]
     with pytest.raises(JobError, match=r"standardise = true needs \[data\]"):
@@ -102,7 +102,7 @@ def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
     (tmp_path / "a.csv").write_text(text)
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), **data})
     with pytest.raises(DataError, match=said):
-        fitting.require_fit(bundle.meta, DataSpec.parse(job.data))
+        fitting.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
 
 
 def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -
     model = {"name": "transformer", "vocabulary": 3, "length": 4, "classes": 2, "width": 4}
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), "text": text})
     with pytest.raises(DataError, match="the vocabulary has 4 tokens, network 'transformer' knows 3"):
-        fitting.require_fit(bundle.meta, DataSpec.parse(job.data))
+        fitting.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     longer = {**job.data, "text": {**text, "length": 5}}
     with pytest.raises(DataError, match=r"examples of shape \(5,\), network 'transformer' takes 4 tokens"):
-        fitting.require_fit(bundle.meta, DataSpec.parse(longer))
+        fitting.open_compatible_data(bundle.meta, DataSpec.parse(longer))
     with pytest.raises(DataError, match="task is 'labels', and network 'transformer' was prepared for 'classes'"):
-        fitting.require_fit(bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]}))
+        fitting.open_compatible_data(bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]}))

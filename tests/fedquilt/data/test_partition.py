@@ -21,7 +21,7 @@ def kinds(y: np.ndarray, owned: np.ndarray) -> set[int]:
 def test_a_tiny_alpha_leaves_each_class_to_one_device() -> None:
     """Gamma draws of such an alpha are all 0 in floats; alpha towards 0 has each class on one device."""
     spec = DataSpec("-", partition="dirichlet", alpha=1e-300, shares=4)
-    owned = partition.shares(TEN, spec)
+    owned = partition.rows_of_shares(TEN, spec)
     assert [sum(int(k in kinds(TEN, own)) for own in owned) for k in range(10)] == [1] * 10
     assert sorted(np.concatenate(owned)) == list(range(300))
 
@@ -31,7 +31,7 @@ def test_a_tiny_alpha_leaves_each_class_to_one_device() -> None:
 
 def test_shards_are_equal_and_of_few_classes():
     """10 devices with 2 of 20 shards of 15: 30 examples each, of one class or two; every class has two shards."""
-    owned = partition.shares(TEN, DataSpec("-", partition="shards", shares=10))
+    owned = partition.rows_of_shares(TEN, DataSpec("-", partition="shards", shares=10))
     assert [len(own) for own in owned] == [30] * 10
     assert {len(kinds(TEN, own)) for own in owned} <= {1, 2}
     assert any(len(kinds(TEN, own)) == 2 for own in owned)
@@ -43,7 +43,7 @@ def test_more_shards_than_examples_are_refused():
     with pytest.raises(
         DataError, match=r"few\.npz: 7 devices with 50 shards each are 350 shards, of only 300 .* lower"
     ):
-        partition.rows(TEN, spec)
+        partition.rows_of_share(TEN, spec)
 
 
 # -- groups ---------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_more_shards_than_examples_are_refused():
 def test_devices_of_different_groups_have_no_class_in_common(kind):
     """GENE-FL's known and agnostic devices: the first half has classes 0 to 4, the other 5 to 9, all of them."""
     spec = DataSpec("-", partition=kind, shares=8, groups=KNOWN, classes=4, min_size=1)
-    owned = partition.shares(TEN, spec)
+    owned = partition.rows_of_shares(TEN, spec)
     assert all(kinds(TEN, own) <= set(KNOWN[share // 4]) for share, own in enumerate(owned))
     assert sorted(np.concatenate(owned).tolist()) == list(range(300))
 
@@ -61,10 +61,10 @@ def test_devices_of_different_groups_have_no_class_in_common(kind):
 def test_each_group_is_a_partition_of_its_own():
     """The same rows of two groups are dealt out by other draws, and a device's share is the one in all shares."""
     spec = DataSpec("-", partition="iid", shares=8, groups=KNOWN, seed=3)
-    owned = partition.shares(TEN, spec)
+    owned = partition.rows_of_shares(TEN, spec)
     assert not np.array_equal(owned[0] + 150, owned[4])
     for share in (0, 3, 4, 7):
-        assert np.array_equal(partition.rows(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
+        assert np.array_equal(partition.rows_of_share(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
 
 
 def test_one_device_for_each_group_has_all_of_it():
@@ -72,8 +72,8 @@ def test_one_device_for_each_group_has_all_of_it():
     pairs = ((0, 2), (1, 3))
     y = np.arange(40) % 4
     spec = DataSpec("-", groups=pairs, shares=2)
-    assert [kinds(y, own) for own in partition.shares(y, spec)] == [{0, 2}, {1, 3}]
-    first, second, third = partition.shares(y, msgspec.structs.replace(spec, shares=3))
+    assert [kinds(y, own) for own in partition.rows_of_shares(y, spec)] == [{0, 2}, {1, 3}]
+    first, second, third = partition.rows_of_shares(y, msgspec.structs.replace(spec, shares=3))
     assert np.array_equal(first, second)  # partition = "all": all of a group to each in it
     assert kinds(y, third) == {1, 3}
 
@@ -81,9 +81,9 @@ def test_one_device_for_each_group_has_all_of_it():
 def test_groups_that_do_not_fit_are_refused():
     """A class that is in none of them; more groups than devices."""
     with pytest.raises(DataError, match=r"d\.npz: class 9 is in none of \[data\] groups: list it"):
-        partition.rows(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
+        partition.rows_of_share(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
     with pytest.raises(DataError, match="2 groups among 1 shares: have a device or more for each"):
-        partition.rows(TEN, DataSpec("d.npz", groups=KNOWN))
+        partition.rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
 
 
 # -- balanced draws -------------------------------------------------------------------------------
@@ -92,11 +92,11 @@ def test_groups_that_do_not_fit_are_refused():
 def test_so_many_of_each_class_are_drawn():
     """4 of each, and all of a class that has only 2; ascending, and others by another seed."""
     y = np.concatenate([TEN, [10, 10]])
-    rows = partition.sample_each(y, 4, seed=1)
+    rows = partition.sample_rows_by_class(y, 4, seed=1)
     assert np.bincount(y[rows]).tolist() == [4] * 10 + [2]
     assert np.all(np.diff(rows) > 0)
-    assert not np.array_equal(rows, partition.sample_each(y, 4, seed=2))
-    assert len(partition.sample_each(np.zeros(0, int), 4, seed=1)) == 0
+    assert not np.array_equal(rows, partition.sample_rows_by_class(y, 4, seed=2))
+    assert len(partition.sample_rows_by_class(np.zeros(0, int), 4, seed=1)) == 0
 
 
 def test_a_split_has_its_own_number_of_each_class(tmp_path):
@@ -104,9 +104,11 @@ def test_a_split_has_its_own_number_of_each_class(tmp_path):
     x = np.zeros((300, 2), np.float32)
     np.savez(tmp_path / "a.npz", x_train=x, y_train=TEN, x_test=x, y_test=TEN, x_more=x, y_more=TEN)
     spec = DataSpec.parse({"path": str(tmp_path / "a.npz"), "per_class": {"train": 3, "test": 1}})
-    sizes = [len(examples.load_all(msgspec.structs.replace(spec, split=split))) for split in ("train", "test", "more")]
+    sizes = [
+        len(examples.load_split(msgspec.structs.replace(spec, split=split))) for split in ("train", "test", "more")
+    ]
     assert sizes == [30, 10, 300]
-    assert len(examples.load_all(msgspec.structs.replace(spec, per_class=2))) == 20
+    assert len(examples.load_split(msgspec.structs.replace(spec, per_class=2))) == 20
 
 
 # -- the table ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def written(folder: Path, text: str | bytes, name: str = "pumps.csv") -> Path:
 def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
     """A category is an input of 0 or 1 for each of its words; a missing number is the column's fill."""
     categories = {"material": ["steel", "bronze"]}
-    reader = readers.open_(
+    reader = readers.open_reader(
         spec(written(tmp_path, PUMPS), y="failed", column="user", categories=categories, fill={"age": 9})
     )
     assert reader.features == ("age", "material=steel", "material=bronze")
@@ -69,7 +69,7 @@ def test_what_is_named_twice_is_refused(keys: dict[str, Any], where: str) -> Non
 def test_other_separators_and_a_byte_order_mark_are_understood(mark: str, tmp_path: Path) -> None:
     """As spreadsheets write them."""
     path = written(tmp_path, b"\xef\xbb\xbf" + "x,y\r\n1,0\r\n\r\n2,1\r\n".replace(",", mark).encode())
-    reader = readers.open_(spec(path))
+    reader = readers.open_reader(spec(path))
     assert reader.y.tolist() == [0, 1]
     assert reader.take(np.array([1])).tolist() == [[2.0]]
 
@@ -81,25 +81,25 @@ def test_a_parquet_file_is_read_as_a_csv_file_is(tmp_path: Path) -> None:
 
     table = pyarrow.table({"age": [1.5, 2.0, None, 4.0], "ok": [True, False, True, True], "failed": [0, 1, 1, 0]})
     parquet.write_table(table, tmp_path / "pumps.parquet")
-    reader = readers.open_(spec(tmp_path / "pumps.parquet", y="failed", fill=9))
+    reader = readers.open_reader(spec(tmp_path / "pumps.parquet", y="failed", fill=9))
     assert reader.take(np.arange(4)).tolist() == [[1.5, 1], [2, 0], [9, 1], [4, 1]]
     assert reader.y.tolist() == [0, 1, 1, 0]
     with pytest.raises(DataError, match=r"pumps\.parquet, row 3, column 'age': the value is missing"):
-        readers.open_(spec(tmp_path / "pumps.parquet", y="failed"))
+        readers.open_reader(spec(tmp_path / "pumps.parquet", y="failed"))
     with pytest.raises(DataError, match=r"cannot read .*bad\.parquet"):
-        readers.open_(spec(written(tmp_path, "no", "bad.parquet")))
+        readers.open_reader(spec(written(tmp_path, "no", "bad.parquet")))
 
 
 def test_labels_are_words_numbers_or_several(tmp_path: Path) -> None:
     """By the task: the place of a word, float32 of one or more columns, 0 and 1 of columns or of words in one."""
     path = written(tmp_path, "x,kind,a,b,faults\n1,on,0,1,hot;loose\n2,off,1,0,\n")
     of = {"x": "x"}
-    assert readers.open_(spec(path, **of, y="kind", labels=["off", "on"])).y.tolist() == [1, 0]
-    numbers = readers.open_(spec(path, **of, y=["a", "b"], task="regression")).y
+    assert readers.open_reader(spec(path, **of, y="kind", labels=["off", "on"])).y.tolist() == [1, 0]
+    numbers = readers.open_reader(spec(path, **of, y=["a", "b"], task="regression")).y
     assert (numbers.tolist(), numbers.dtype) == ([[0, 1], [1, 0]], np.float32)
-    labels = readers.open_(spec(path, **of, y=["a", "b"], task="labels")).y
+    labels = readers.open_reader(spec(path, **of, y=["a", "b"], task="labels")).y
     assert (labels.tolist(), labels.dtype) == ([[0, 1], [1, 0]], np.uint8)
-    words = readers.open_(spec(path, **of, y="faults", task="labels", labels=["hot", "wet", "loose"])).y
+    words = readers.open_reader(spec(path, **of, y="faults", task="labels", labels=["hot", "wet", "loose"])).y
     assert words.tolist() == [[1, 0, 1], [0, 0, 0]]
 
 
@@ -108,16 +108,16 @@ def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
     rows = "\n".join(f"{'a' if i < 5 else 'b'},{i},{int(i >= 3)}" for i in range(9))
     path = written(tmp_path, f"user,x,y\n{rows}\n")
     windows = {"steps": 3, "stride": 2}
-    reader = readers.open_(spec(path, x="x", column="user", windows=windows))
+    reader = readers.open_reader(spec(path, x="x", column="user", windows=windows))
     assert reader.shape == (3, 1)
     assert reader.take(np.arange(len(reader.y)))[:, :, 0].tolist() == [[0, 1, 2], [2, 3, 4], [5, 6, 7]]
     assert reader.y.tolist() == [0, 1, 1]
     assert reader.owner is not None
     assert reader.owner.tolist() == ["a", "a", "b"]
-    numbers = readers.open_(spec(path, x="x", task="regression", windows={"steps": 9}))
+    numbers = readers.open_reader(spec(path, x="x", task="regression", windows={"steps": 9}))
     assert numbers.y.tolist() == [[1.0]]
     with pytest.raises(DataError, match=r"no 6 rows in a row, of 9: lower \[data\.windows\] steps"):
-        readers.open_(spec(path, x="x", column="user", windows={"steps": 6}))
+        readers.open_reader(spec(path, x="x", column="user", windows={"steps": 6}))
 
 
 # -- splits by a user's column --------------------------------------------------------------------
@@ -127,12 +127,12 @@ def test_each_device_has_all_rows_of_its_own_users(tmp_path: Path) -> None:
     """Users in order of size or name, in runs as even as can be; the same whatever the order of rows."""
     users = ["10", "9", "2", "10", "2", "9", "1", "1"]
     path = written(tmp_path, "u,x,y\n" + "".join(f"{user},{row},0\n" for row, user in enumerate(users)))
-    found = examples.load_shares(spec(path, x="x", column="u", partition="column", shares=2, held=0.5))
+    found = examples.load_all_shares(spec(path, x="x", column="u", partition="column", shares=2, held=0.5))
     rows = [sorted([*train.x[:, 0].tolist(), *held.x[:, 0].tolist()]) for train, held in found]
     assert rows == [[2, 4, 6, 7], [0, 1, 3, 5]]  # users 1 and 2, then 9 and 10
     arrays = {"x": np.arange(8), "y": np.zeros(8, int), "u": np.array(users)}
     np.savez(tmp_path / "same.npz", **arrays)
-    again = examples.load_shares(spec(tmp_path / "same.npz", column="u", partition="column", shares=2, held=0.5))
+    again = examples.load_all_shares(spec(tmp_path / "same.npz", column="u", partition="column", shares=2, held=0.5))
     assert [sorted([*train.x.tolist(), *held.x.tolist()]) for train, held in again] == rows
 
 
@@ -140,11 +140,11 @@ def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
     """As a device without examples would be; so is a table of users that there is not."""
     path = written(tmp_path, "u,x,y\na,1,0\nb,2,1\n")
     with pytest.raises(DataError, match=r"column 'u' names 2 users, and there are 3 devices: have fewer"):
-        examples.load_shares(spec(path, column="u", partition="column", shares=3))
+        examples.load_all_shares(spec(path, column="u", partition="column", shares=3))
     with pytest.raises(JobError, match='partition = "column" needs column'):
         spec(path, partition="column")
     with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\): it has u, x, y"):
-        readers.open_(spec(path, column="who"))
+        readers.open_reader(spec(path, column="who"))
 
 
 # -- what is wrong --------------------------------------------------------------------------------
@@ -199,17 +199,17 @@ def test_a_bad_table_is_told_with_line_column_and_mend(
 ) -> None:
     """When it is opened, before any device trains."""
     with pytest.raises(DataError, match=said):
-        readers.open_(spec(written(tmp_path, text, "a.csv"), **keys))
+        readers.open_reader(spec(written(tmp_path, text, "a.csv"), **keys))
 
 
 def test_a_table_of_one_split_has_no_test_set(tmp_path: Path) -> None:
     """So that nobody is tested on what devices train on; a folder has a table for each split."""
     path = written(tmp_path, "x,y\n1,0\n", "train.csv")
     with pytest.raises(DataError, match=r"is one table, of the training split: put test\.csv beside"):
-        readers.open_(spec(path, split="test"))
-    assert len(readers.open_(spec(tmp_path)).y) == 1
+        readers.open_reader(spec(path, split="test"))
+    assert len(readers.open_reader(spec(tmp_path)).y) == 1
     with pytest.raises(DataError, match=r"no data|has no"):
-        readers.open_(spec(tmp_path, split="test", format="csv"))
+        readers.open_reader(spec(tmp_path, split="test", format="csv"))
 
 
 @pytest.mark.parametrize("keys", [{"partition": "dirichlet"}, {"per_class": 3}, {"groups": [[0], [1]]}])
@@ -223,15 +223,15 @@ def test_numbers_and_labels_come_from_arrays_too(tmp_path: Path) -> None:
     """An .npz has labels of the same shapes; NaN among inputs may be filled."""
     x = np.array([[1.0, np.nan], [2.0, 3.0]], np.float32)
     np.savez(tmp_path / "a.npz", x=x, y=np.array([0.5, 1.5]))
-    train = examples.load_all(spec(tmp_path / "a.npz", task="regression", fill=7))
+    train = examples.load_split(spec(tmp_path / "a.npz", task="regression", fill=7))
     assert train.x.tolist() == [[1, 7], [2, 3]]
     assert train.y.tolist() == [[0.5], [1.5]]
     with pytest.raises(DataError, match=r"\(for numbers to predict set \[data\] task = 'regression'\)"):
-        readers.open_(spec(tmp_path / "a.npz"))
+        readers.open_reader(spec(tmp_path / "a.npz"))
     with pytest.raises(DataError, match=r"with task = 'labels' each is 0 or 1, and there is 0\.5"):
-        readers.open_(spec(tmp_path / "a.npz", task="labels"))
+        readers.open_reader(spec(tmp_path / "a.npz", task="labels"))
     with pytest.raises(DataError, match=r"or set .* fill to a number"):
-        examples.load_all(spec(tmp_path / "a.npz", task="regression"))
+        examples.load_split(spec(tmp_path / "a.npz", task="regression"))
 
 
 # -- test sets ------------------------------------------------------------------------------------
@@ -243,21 +243,23 @@ def test_a_test_table_of_its_own_is_read_as_the_devices_is(tmp_path: Path) -> No
     written(tmp_path, "a,kind\nNA,off\n", "other.csv")
     how = {"y": "kind", "labels": ["on", "off"], "fill": 5.0}
     data = {"path": str(tmp_path / "all.csv"), **how, "partition": "iid", "held": 0.5}
-    job = settings.parse({"name": "j", "method": "fedavg", "data": data, "test": {"path": str(tmp_path / "other.csv")}})
-    table = scores.test_table(job)
+    job = settings.parse_job(
+        {"name": "j", "method": "fedavg", "data": data, "test": {"path": str(tmp_path / "other.csv")}}
+    )
+    table = scores.make_test_table(job)
     assert table == {"path": str(tmp_path / "other.csv"), "split": "train", **how}
-    found = examples.load_all(DataSpec.parse(table))
+    found = examples.load_split(DataSpec.parse(table))
     assert (found.x.tolist(), found.y.tolist()) == ([[5.0]], [1])
 
 
 def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path: Path) -> None:
     """x and y name columns, which each split has; of an .npz they name arrays of one split."""
     table = {"name": "j", "method": "fedavg", "data": {"path": str(tmp_path), "y": "kind", "labels": ["on"]}}
-    found = scores.test_table(settings.parse(table))
+    found = scores.make_test_table(settings.parse_job(table))
     assert (found["split"], found["y"], found["labels"]) == ("test", "kind", ["on"])
     arrays = {**table, "data": {"path": str(tmp_path / "a.npz"), "y": "kind"}}
     with pytest.raises(JobError, match="names the array y = 'kind', of any split"):
-        scores.test_table(settings.parse(arrays))
+        scores.make_test_table(settings.parse_job(arrays))
 
 
 # -- words that a job leaves to its data ----------------------------------------------------------
@@ -294,17 +296,17 @@ def left_to_the_data(folder: Path) -> Path:
 
 def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_path: Path) -> None:
     """In the job once it is read: every device and the test set have them all in one order, whichever they hold."""
-    job = settings.load(left_to_the_data(tmp_path))
+    job = settings.load_job(left_to_the_data(tmp_path))
     assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
-    tables = Plan(job, tmp_path / "bundle", tmp_path / "runs").agents()
+    tables = Plan(job, tmp_path / "bundle", tmp_path / "runs").make_agent_tables()
     assert [table["data"]["categories"] for table in tables] == [job.data["categories"]] * 4
-    devices = [examples.load(DataSpec.parse(table["data"])) for table in tables]
+    devices = [examples.load_share(DataSpec.parse(table["data"])) for table in tables]
     assert {train.x.shape[1] + held.x.shape[1] for train, held in devices} == {8}
-    test = examples.load_all(DataSpec.parse(scores.test_table(job)))
+    test = examples.load_split(DataSpec.parse(scores.make_test_table(job)))
     assert test.x.tolist() == [[1, 0, 1, 0]]
     written(tmp_path / "pumps", "age,material,failed\n1,wood,0\n", "test.csv")
     with pytest.raises(DataError, match=r"'wood' is none of its categories \(bronze, iron, steel\)"):
-        examples.load_all(DataSpec.parse(scores.test_table(job)))
+        examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
 
 def test_the_bundle_and_a_job_in_python_have_the_words_too(
@@ -325,14 +327,14 @@ def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does() -> None
     """Spaces, marks and letters beyond ASCII stand in heads of tables."""
     categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
     (line,) = measured_settings.agent_lines({"categories": categories})
-    assert config.parse(line, "agent.toml") == {"categories": categories}
+    assert config.parse_toml(line, "agent.toml") == {"categories": categories}
 
 
 def test_a_board_has_to_list_its_words() -> None:
     """It sees its own rows alone."""
     table = {"device": "a", "home": "a", "data": {"path": "own.csv", "categories": {"material": "auto"}}}
     with pytest.raises(JobError, match=r'categories\.material = "auto" is for the \[data\] of a job: list the words'):
-        agent.parse(table)
+        agent.parse_settings(table)
 
 
 @pytest.mark.parametrize(
@@ -351,4 +353,4 @@ def test_what_makes_no_category_is_said(rows: str, said: str, tmp_path: Path) ->
     file = left_to_the_data(tmp_path)
     written(tmp_path / "pumps", rows, "train.csv")
     with pytest.raises(DataError, match=said):
-        settings.load(file)
+        settings.load_job(file)

@@ -12,7 +12,7 @@ from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.profiles.layouts import BOARDS
-from fedquilt.testing.boards import plant
+from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.bench import sensors
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
@@ -21,11 +21,11 @@ EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in lay
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
 def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int):
     """Every file that the catalogue of modes names is there, and all the clocks can be found and are listed."""
-    plant(tmp_path, board, jetpack)
+    write_fake_board(tmp_path, board, jetpack)
     named = re.findall(r"^[A-Z_0-9]+ (/sys/\S+)$", (tmp_path / "etc/nvpmodel.conf").read_text(), re.MULTILINE)
     assert len(named) > 8
     assert [path for path in named if not (tmp_path / path[1:]).is_file()] == []
-    found = controls.discover(tmp_path)
+    found = controls.discover_controls(tmp_path)
     assert {lever.kind for lever in found.found} == {"cpu", "gpu", "emc"}
     assert all(lever.listed for lever in found.found if lever.kind != "emc")
     assert [mode.name for mode in found.modes] == [mode.name for mode in BOARDS[board].modes]
@@ -33,16 +33,16 @@ def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int
 
 def test_a_planted_board_may_be_moved(tmp_path: Path):
     """Its links are relative, as those of sysfs are."""
-    plant(tmp_path / "here", "jetson-tx2", 4)
+    write_fake_board(tmp_path / "here", "jetson-tx2", 4)
     shutil.move(tmp_path / "here", tmp_path / "there")
-    assert devices.make("auto", tmp_path / "there").read(0.0).power_w == pytest.approx(3.8)
+    assert devices.create_device("auto", tmp_path / "there").read_sensors(0.0).power_w == pytest.approx(3.8)
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx3", 4), ("jetson-tx2", 6)])
 def test_a_board_that_never_was_is_refused(tmp_path: Path, board: str, jetpack: int):
     """TX2 stopped at JetPack 4; the message lists what there is."""
     with pytest.raises(JobError, match="jetson-tx2 4, jetson-xavier-nx 4/5"):
-        plant(tmp_path, board, jetpack)
+        write_fake_board(tmp_path, board, jetpack)
 
 
 def test_the_bench_of_sensors_reads_this_host_and_jetsons():

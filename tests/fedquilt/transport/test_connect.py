@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def test_a_url_gives_host_port_user_and_encryption() -> None:
     """1883 and 8883 are the ports where none is named."""
-    assert Broker.parse("mqtt://broker.local") == Broker("broker.local", 1883)
-    assert Broker.parse("mqtts://broker.local") == Broker("broker.local", 8883, tls=True)
-    assert Broker.parse("mqtt://dev%2D1@[::1]:1999/") == Broker("::1", 1999, user="dev-1")
-    assert str(Broker.parse("mqtt://dev@[::1]:1999")) == "mqtt://[::1]:1999"
+    assert Broker.from_url("mqtt://broker.local") == Broker("broker.local", 1883)
+    assert Broker.from_url("mqtts://broker.local") == Broker("broker.local", 8883, tls=True)
+    assert Broker.from_url("mqtt://dev%2D1@[::1]:1999/") == Broker("::1", 1999, user="dev-1")
+    assert str(Broker.from_url("mqtt://dev@[::1]:1999")) == "mqtt://[::1]:1999"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_url_gives_host_port_user_and_encryption() -> None:
 def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: str, says: str) -> None:
     """Each says what to write instead."""
     with pytest.raises(JobError, match=says) as caught:
-        Broker.parse(url)
+        Broker.from_url(url)
     assert "mqtt[s]://[user@]host[:port]" in str(caught.value)
 
 
@@ -51,7 +51,7 @@ def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: s
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     """Others can read command lines and logs."""
     with pytest.raises(JobError, match=r"\*\*\*") as caught:
-        Broker.parse(url)
+        Broker.from_url(url)
     assert "hunter2" not in str(caught.value)
 
 
@@ -59,11 +59,11 @@ def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> N
     """The first line, as it is when asked for; the settings hold only the file's name."""
     file = tmp_path / "password"
     file.write_text("hunter2\nsecond line\n")
-    broker = Broker.parse("mqtt://me@host", password_file=file)
-    assert broker.password() == "hunter2"
+    broker = Broker.from_url("mqtt://me@host", password_file=file)
+    assert broker.read_password() == "hunter2"
     assert "hunter2" not in repr(broker) + str(broker)
     file.write_text("renewed")
-    assert broker.password() == "renewed"
+    assert broker.read_password() == "renewed"
 
 
 @pytest.mark.parametrize(
@@ -87,21 +87,21 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(
     (tmp_path / "text").write_text("just text\n")
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(JobError, match=says):
-        Broker.parse(url, **{name: tmp_path / file for name, file in files.items()})
+        Broker.from_url(url, **{name: tmp_path / file for name, file in files.items()})
 
 
 def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority) -> None:
     """Mixed-up files are found before the broker finds them."""
     (cert, _), (_, key) = authority.issue("one"), authority.issue("two")
     with pytest.raises(JobError, match="of one pair"):
-        Broker.parse("mqtts://host", cert=cert, key=key)
+        Broker.from_url("mqtts://host", cert=cert, key=key)
 
 
 @pytest.mark.parametrize("wrong", [{"keepalive_s": 1}, {"session_expiry_s": -1}, {"max_payload": 10}])
 def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     """MQTT's own ranges."""
     with pytest.raises(JobError, match="it must be"):
-        Broker.parse("mqtt://host", **wrong)
+        Broker.from_url("mqtt://host", **wrong)
 
 
 def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock() -> None:

@@ -8,14 +8,24 @@ from types import FrameType
 
 import pytest
 
-from fedquilt.transport.link import Endpoint, Faults, Link, MemoryBroker, MemoryLink, Message, matches, run, simulate
+from fedquilt.transport.link import (
+    Endpoint,
+    Faults,
+    Link,
+    MemoryBroker,
+    MemoryLink,
+    Message,
+    filter_matches,
+    run_endpoint,
+    run_on_virtual_time,
+)
 
 
 def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
     """What has come once everything under way was delivered."""
-    while (due := broker.next_s()) is not None:
+    while (due := broker.next_delivery_s()) is not None:
         broker.now_s = max(broker.now_s, due)
-        broker.deliver()
+        broker.deliver_due()
     return link.receive()
 
 
@@ -39,7 +49,7 @@ def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
 )
 def test_topic_filters_match_as_the_mqtt_standard_says(pattern: str, topic: str, taken: bool) -> None:
     """MQTT 5.0, section 4.7."""
-    assert matches(pattern, topic) is taken
+    assert filter_matches(pattern, topic) is taken
 
 
 def test_a_message_comes_once_though_two_filters_take_it() -> None:
@@ -74,9 +84,9 @@ def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> N
     reader.subscribe(["will/+"])
     lost, gone = broker.connect(will=("will/lost", b"offline")), broker.connect(will=("will/gone", b"offline"))
     gone.close()
-    broker.lose(gone)
-    broker.lose(lost)
-    broker.lose(lost)
+    broker.lose_client(gone)
+    broker.lose_client(lost)
+    broker.lose_client(lost)
     assert arrived(broker, reader) == [Message("will/lost", b"offline")]
 
 
@@ -87,7 +97,7 @@ def test_a_lost_client_neither_sends_nor_receives() -> None:
     a.subscribe(["t"])
     b.subscribe(["t"])
     b.publish("t", b"x")
-    broker.lose(a)
+    broker.lose_client(a)
     a.publish("t", b"y")
     assert arrived(broker, a) == []
     assert b.receive() == [Message("t", b"x")]
@@ -171,7 +181,7 @@ def test_simulated_time_jumps_from_event_to_event() -> None:
     broker = MemoryBroker()
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
-    simulate(broker, lambda: [(here, a), (there, b)], until=lambda: len(b.heard_s) == 2)
+    run_on_virtual_time(broker, lambda: [(here, a), (there, b)], until=lambda: len(b.heard_s) == 2)
     assert a.heard_s == [pytest.approx(1.002)]
     assert b.heard_s == [pytest.approx(0.001), pytest.approx(2.003)]
 
@@ -217,7 +227,7 @@ def test_what_one_client_does_costs_no_more_among_many(what: str) -> None:
             "publish": lambda: links[0].publish("dev/1/dn/ack", b"x"),
             "retain": lambda: links[0].publish("dev/1/dn/task", b"x", retain=True),
             "subscribe": lambda: broker.connect().subscribe(["dev/1/up/#"]),
-            "lose": lambda: broker.lose(links[1]),
+            "lose": lambda: broker.lose_client(links[1]),
         }
         return calls(act[what])
 
@@ -250,8 +260,8 @@ def test_only_who_has_something_to_do_is_woken() -> None:
         a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
         crowd = [broker.connect() for _ in range(count)]
         sides: list[tuple[MemoryLink, Endpoint]] = [(here, a), (there, b), *((link, Sleeper(link)) for link in crowd)]
-        simulate(broker, lambda: sides, until=lambda: broker.now_s > 0)
-        spent = calls(lambda: simulate(broker, lambda: sides, until=lambda: len(b.heard_s) == 20))
+        run_on_virtual_time(broker, lambda: sides, until=lambda: broker.now_s > 0)
+        spent = calls(lambda: run_on_virtual_time(broker, lambda: sides, until=lambda: len(b.heard_s) == 20))
         assert all(side.steps == 2 for _, side in sides if isinstance(side, Sleeper))  # once for each `simulate`
         return spent
 
@@ -270,7 +280,7 @@ def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run() -> None:
             sides.append((there, Echo(there, "b", "a")))
         return len(sides[0][1].heard_s) == 3
 
-    simulate(broker, lambda: sides, until)
+    run_on_virtual_time(broker, lambda: sides, until)
     assert sides[0][1].heard_s == [pytest.approx(1.002), pytest.approx(3.004), pytest.approx(5.006)]
 
 
@@ -280,7 +290,7 @@ def test_whoever_watches_a_simulation_is_called_after_each_step() -> None:
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
     seen: list[float] = []
-    simulate(
+    run_on_virtual_time(
         broker,
         lambda: [(here, a), (there, b)],
         until=lambda: bool(b.heard_s),
@@ -296,8 +306,8 @@ def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
     link.subscribe(["t"])
     broker.connect().publish("t", b"x")
     broker.now_s = 1.0
-    broker.deliver()
-    broker.lose(link)
+    broker.deliver_due()
+    broker.lose_client(link)
     assert link.inbox == []
 
 
@@ -307,7 +317,7 @@ def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
     link = broker.connect()
     silent = Echo(link, "a", "b")
     with pytest.raises(TimeoutError, match=r"nothing left to happen at virtual second 0\.0"):
-        simulate(broker, lambda: [(link, silent)], until=lambda: False)
+        run_on_virtual_time(broker, lambda: [(link, silent)], until=lambda: False)
 
 
 def test_virtual_time_cannot_be_waited_for() -> None:
@@ -344,7 +354,7 @@ class Counter:
 def test_real_time_waits_until_due_and_a_second_at_most() -> None:
     """So that a request to stop is seen within a second."""
     link, endpoint = PatientLink(MemoryBroker(), None), Counter()
-    run(endpoint, link, clock=lambda: 100.0)
+    run_endpoint(endpoint, link, clock=lambda: 100.0)
     assert link.waited_s == (0.25, 1.0)
     assert endpoint.steps == 3
 
@@ -352,5 +362,5 @@ def test_real_time_waits_until_due_and_a_second_at_most() -> None:
 def test_a_request_to_stop_ends_the_loop() -> None:
     """Before the next step."""
     link, endpoint = PatientLink(MemoryBroker(), None), Counter()
-    run(endpoint, link, stop=lambda: endpoint.steps == 1, clock=lambda: 100.0)
+    run_endpoint(endpoint, link, stop=lambda: endpoint.steps == 1, clock=lambda: 100.0)
     assert endpoint.steps == 1

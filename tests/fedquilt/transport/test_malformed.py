@@ -11,16 +11,16 @@ ERROR = WireError("not a fedquilt message")
 def test_the_first_are_told_and_the_rest_is_a_number() -> None:
     """Each branch of the tree by itself; the summary comes once in a while, and names the last."""
     found = Garbage()
-    told = [found.take(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
+    told = [found.count_message(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
     assert [line is not None for line in told] == [n < FIRST for n in range(100)]
     assert str(told[0]) == "dropped a message on fq/1/f/dev/a/up/0: not a fedquilt message"
     assert "only counted" in str(told[FIRST - 1])
-    assert found.take("fq/1/f/dev/b/up/x", ERROR, False, 0.0) is not None
-    assert found.due(EVERY_S - 1) == []
-    assert found.due(EVERY_S) == [
+    assert found.count_message("fq/1/f/dev/b/up/x", ERROR, False, 0.0) is not None
+    assert found.due_lines(EVERY_S - 1) == []
+    assert found.due_lines(EVERY_S) == [
         "dropped 97 more messages under fq/1/f/dev/a/up; the last: fq/1/f/dev/a/up/99: not a fedquilt message"
     ]
-    assert found.due(EVERY_S + 1) == []
+    assert found.due_lines(EVERY_S + 1) == []
     assert found.dropped == 101
 
 
@@ -28,23 +28,23 @@ def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
     """A fault of another day is another fault."""
     found = Garbage()
     for _ in range(FIRST + 1):
-        found.take("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
-    assert len(found.due(EVERY_S)) == 1
-    assert found.take("fq/1/f/dev/a/up/x", ERROR, False, EVERY_S + 1) is None  # still at it
-    assert len(found.due(2 * EVERY_S + 1)) == 1
-    assert found.due(3 * EVERY_S + 1) == []
-    assert found.take("fq/1/f/dev/a/up/x", ERROR, False, 3 * EVERY_S + 2) is not None
+        found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
+    assert len(found.due_lines(EVERY_S)) == 1
+    assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, EVERY_S + 1) is None  # still at it
+    assert len(found.due_lines(2 * EVERY_S + 1)) == 1
+    assert found.due_lines(3 * EVERY_S + 1) == []
+    assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 3 * EVERY_S + 2) is not None
 
 
 def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it() -> None:
     """It would come back at every start."""
-    said = Garbage().take("fq/1/f/coord/state", ERROR, True, 0.0)
+    said = Garbage().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
     assert str(said).endswith("the broker keeps it until it is cleared: mosquitto_pub -r -n -t 'fq/1/f/coord/state'")
 
 
 def test_names_that_somebody_invents_fill_neither_log_nor_memory() -> None:
     """Beyond some branches all others are one."""
     found = Garbage()
-    told = [found.take(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
+    told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
     assert sum(line is not None for line in told) == MOST_BRANCHES + FIRST
-    assert OTHERS in found.due(EVERY_S)[0]
+    assert OTHERS in found.due_lines(EVERY_S)[0]

@@ -37,8 +37,8 @@ DIES = """
 import sys
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
-link = MqttLink(Broker.parse(sys.argv[1]), "doomed", ("presence/doomed", b"lost"))
-link.connect(10)
+link = MqttLink(Broker.from_url(sys.argv[1]), "doomed", ("presence/doomed", b"lost"))
+link.wait_until_connected(10)
 link.publish("presence/doomed", b"here", retain=True)
 while link.backlog:
     link.wait(1)
@@ -116,7 +116,7 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
     mosquitto: Callable[..., Mosquitto], stage: Stage, tended: bool
 ) -> None:
     """The broker itself says when that was long: it has given up another client that came later and was neglected."""
-    broker = Broker.parse(mosquitto().url)
+    broker = Broker.from_url(mosquitto().url)
     watch = stage.join(broker, "watch", "will/+")
     short = dataclasses.replace(broker, keepalive_s=1)
     busy = stage.join(short, "busy", will=("will/busy", b"busy is lost"))
@@ -185,7 +185,7 @@ def test_an_absent_broker_makes_no_caller_wait_longer_than_asked() -> None:
     """A listener that accepts and never says a word: neither TLS nor CONNACK comes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for scheme in ("mqtt", "mqtts"):
-            link = MqttLink(Broker.parse(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"), "patient")
+            link = MqttLink(Broker.from_url(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"), "patient")
             began_s = time.monotonic()
             link.wait(0.05)
             link.wait(0.05)
@@ -256,7 +256,7 @@ def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto]
 
 def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: pytest.LogCaptureFixture) -> None:
     """16 MiB are kept: of 200 times 100 kB the last 167; one line says so."""
-    link = MqttLink(Broker.parse("mqtt://127.0.0.1:1"), "offline")
+    link = MqttLink(Broker.from_url("mqtt://127.0.0.1:1"), "offline")
     for _ in range(200):
         link.publish("t", bytes(100_000))
     assert (link.dropped, link.backlog) == (33, 167 * 100_000)
@@ -312,10 +312,10 @@ def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, a
     """Attempts are refused until `away_s`. The worst draws: some as short as can be, and then as long."""
     tries = iter(range(1000))
     retry, now_s = Retry(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
-    retry.connected(-60.0)
-    now_s += retry.failed(True, now_s)
+    retry.record_connection(-60.0)
+    now_s += retry.record_failure(True, now_s)
     while now_s < away_s:
-        now_s += retry.failed(False, now_s)
+        now_s += retry.record_failure(False, now_s)
     assert now_s <= 2 * away_s + 0.1
 
 
@@ -354,20 +354,20 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
     down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))
     sides: dict[str, Transfers] = {}
     depots = {name: Depot(tmp_path / name) for name in ("coordinator", "dev-a")}
-    refs = {"dev-a": depots["coordinator"].put(down), "coordinator": depots["dev-a"].put(up)}
-    filters = {"coordinator": topics.for_coordinator(), "dev-a": topics.for_device("dev-a")}
+    refs = {"dev-a": depots["coordinator"].store_bytes(down), "coordinator": depots["dev-a"].store_bytes(up)}
+    filters = {"coordinator": topics.coordinator_filters(), "dev-a": topics.device_filters("dev-a")}
     for name, direction in (("coordinator", "dn"), ("dev-a", "up")):
         link = stage.join(broker.url, name, *filters[name])
         sides[name] = Transfers(link, depots[name], topics, direction, lambda device, sha256: True)
-        sides[name].want("dev-a", refs[name])
+        sides[name].request_blob("dev-a", refs[name])
     done: dict[str, list[tuple[str, str, str | None]]] = {name: [] for name in sides}
 
     def step() -> None:
         for name, side in sides.items():
             for message in stage.heard.pop(name, []):
-                side.handle(wire.route(message.topic), message.payload, time.monotonic())
+                side.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())
             side.step(time.monotonic())
-            done[name] += side.take_done()
+            done[name] += side.take_finished()
 
     def half() -> bool:
         step()
@@ -385,7 +385,7 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
     stage.until(finished, limit_s=60.0)
     assert done == {name: [("dev-a", refs[name].sha256, None)] for name in sides}
     for name, blob in (("dev-a", down), ("coordinator", up)):
-        path = depots[name].path(refs[name].sha256)
+        path = depots[name].blob_path(refs[name].sha256)
         assert path is not None
         assert path.read_bytes() == blob
     assert [link.session for link in stage.links] == [2, 2]

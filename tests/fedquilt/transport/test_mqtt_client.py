@@ -54,11 +54,11 @@ def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
         client = Client(here, 4, "busy")
         client._sock, client._last_msg_out, client._last_msg_in = here, 0.0, 0.0
         if way == "out":
-            client.send("t", b"payload", 0, False)
+            client.queue_message("t", b"payload", 0, False)
             client.loop_write()
             assert client._last_msg_out > 0
         else:
-            there.sendall(packets.publish(4, 1, "t", b"payload", 0, False))
+            there.sendall(packets.publish_packet(4, 1, "t", b"payload", 0, False))
             client.loop_read()
             assert client._last_msg_in > 0
             assert client._last_bytes_received == client._last_msg_in
@@ -71,7 +71,7 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
         here.setblocking(False)
         client = Client(here, 4, "stuck")
         client._sock = here
-        client.send("t", bytes(8 << 20), 0, False)
+        client.queue_message("t", bytes(8 << 20), 0, False)
         assert client.loop_write() == 0
         assert client._blocked_s is not None
         client._blocked_s -= 1.4 * client.keepalive
@@ -90,7 +90,7 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
 def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -> None:
     """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = MqttLink(Broker.parse(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
+        link = MqttLink(Broker.from_url(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
         taken: list[socket.socket] = []
 
         def welcome() -> None:
@@ -100,7 +100,7 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -
 
         broker = threading.Thread(target=welcome)
         broker.start()
-        link.connect(60.0)
+        link.wait_until_connected(60.0)
         broker.join()
         with taken[0]:
             link.subscribe(["t"])
@@ -110,7 +110,7 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -
                 link.wait(0.1)
             assert link._client is not None
             assert link._client._blocked_s is not None
-            taken[0].sendall(packets.publish(5, 1, "t", b"payload", 0, False))
+            taken[0].sendall(packets.publish_packet(5, 1, "t", b"payload", 0, False))
             link.wait(60.0)
             assert [message.payload for message in link.receive()] == [b"payload"]
             assert link.connected

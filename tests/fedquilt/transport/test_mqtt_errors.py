@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt_errors import DialError, lost, not_mqtt, refused, tls_failed, unanswered, unreachable
+from fedquilt.transport.mqtt_errors import (
+    DialError,
+    connection_lost_error,
+    no_answer_error,
+    not_mqtt_error,
+    refusal_error,
+    tls_error,
+    unreachable_error,
+)
 
 PLAIN = Broker("host", 1883)
 TLS = Broker("host", 8883, tls=True)
@@ -26,31 +34,51 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
 @pytest.mark.parametrize(
     ("error", "says", "final"),
     [
-        (unreachable(PLAIN, socket.gaierror(socket.EAI_NONAME, "")), "check the name in mqtt://host:1883", True),
-        (unreachable(PLAIN, socket.gaierror(socket.EAI_AGAIN, "")), "or the DNS", False),
-        (unreachable(PLAIN, ConnectionRefusedError()), "start the broker", False),
-        (unreachable(PLAIN, TimeoutError()), "no answer from mqtt://host:1883", False),
-        (unreachable(PLAIN, OSError(113, "No route to host")), "(No route to host): check the address", False),
-        (unreachable(TLS, ConnectionResetError()), "use its TLS port", False),
-        (unreachable(TLS, ssl.SSLError(1, "wrong version number")), "does not speak TLS there", True),
-        (unreachable(TLS, out_of_date(9, "certificate is not yet valid")), "not yet valid): set the clock", False),
-        (unreachable(TLS, out_of_date(10, "certificate has expired")), "or renew the broker's certificate", False),
-        (tls_failed(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
-        (tls_failed(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
-        (tls_failed(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),
-        (tls_failed(MUTUAL, "sslv3 alert certificate revoked"), "it was revoked on purpose", True),
-        (tls_failed(TLS, "unexpected eof while reading"), "check that it is an MQTT broker's TLS port", False),
-        (refused(PLAIN, "id", 135, "Not authorized"), "a client without a user (Not authorized): write mqtt", True),
-        (refused(USER, "id", 134, "Bad"), "refuses user 'me' (Bad): check the user and the password in secret", True),
-        (refused(USER, "id", 133, "Id not valid"), "refuses 'id' (Id not valid)", True),
-        (refused(USER, "id", 137, "Server busy"), "(Server busy): see the broker's log", False),
-        (unanswered(PLAIN), "is mqtts:// needed?", False),
-        (unanswered(TLS), "it may want a certificate: give cert and key", False),
-        (unanswered(MUTUAL), "another certificate than ours", False),
-        (not_mqtt(PLAIN, "Protocol error"), "check that it is an MQTT broker's port", False),
-        (lost(PLAIN, "id", 141, "", False), "no sign of life", False),
-        (lost(PLAIN, "id", 128, "", False), "closed the connection: check that it still runs", False),
-        (lost(PLAIN, "id", 142, "Session taken over", True), "(Session taken over): check that no other client", False),
+        (unreachable_error(PLAIN, socket.gaierror(socket.EAI_NONAME, "")), "check the name in mqtt://host:1883", True),
+        (unreachable_error(PLAIN, socket.gaierror(socket.EAI_AGAIN, "")), "or the DNS", False),
+        (unreachable_error(PLAIN, ConnectionRefusedError()), "start the broker", False),
+        (unreachable_error(PLAIN, TimeoutError()), "no answer from mqtt://host:1883", False),
+        (unreachable_error(PLAIN, OSError(113, "No route to host")), "(No route to host): check the address", False),
+        (unreachable_error(TLS, ConnectionResetError()), "use its TLS port", False),
+        (unreachable_error(TLS, ssl.SSLError(1, "wrong version number")), "does not speak TLS there", True),
+        (
+            unreachable_error(TLS, out_of_date(9, "certificate is not yet valid")),
+            "not yet valid): set the clock",
+            False,
+        ),
+        (
+            unreachable_error(TLS, out_of_date(10, "certificate has expired")),
+            "or renew the broker's certificate",
+            False,
+        ),
+        (tls_error(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
+        (tls_error(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
+        (tls_error(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),
+        (tls_error(MUTUAL, "sslv3 alert certificate revoked"), "it was revoked on purpose", True),
+        (tls_error(TLS, "unexpected eof while reading"), "check that it is an MQTT broker's TLS port", False),
+        (
+            refusal_error(PLAIN, "id", 135, "Not authorized"),
+            "a client without a user (Not authorized): write mqtt",
+            True,
+        ),
+        (
+            refusal_error(USER, "id", 134, "Bad"),
+            "refuses user 'me' (Bad): check the user and the password in secret",
+            True,
+        ),
+        (refusal_error(USER, "id", 133, "Id not valid"), "refuses 'id' (Id not valid)", True),
+        (refusal_error(USER, "id", 137, "Server busy"), "(Server busy): see the broker's log", False),
+        (no_answer_error(PLAIN), "is mqtts:// needed?", False),
+        (no_answer_error(TLS), "it may want a certificate: give cert and key", False),
+        (no_answer_error(MUTUAL), "another certificate than ours", False),
+        (not_mqtt_error(PLAIN, "Protocol error"), "check that it is an MQTT broker's port", False),
+        (connection_lost_error(PLAIN, "id", 141, "", False), "no sign of life", False),
+        (connection_lost_error(PLAIN, "id", 128, "", False), "closed the connection: check that it still runs", False),
+        (
+            connection_lost_error(PLAIN, "id", 142, "Session taken over", True),
+            "(Session taken over): check that no other client",
+            False,
+        ),
     ],
 )
 def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(

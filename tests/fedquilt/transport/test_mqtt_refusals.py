@@ -46,7 +46,7 @@ def test_a_device_reaches_its_own_branch_only(secured: Mosquitto, authority: Aut
 
     def settings(name: str) -> Broker:
         cert, key = authority.issue(name)
-        return Broker.parse(secure_url, ca=authority.ca, cert=cert, key=key)
+        return Broker.from_url(secure_url, ca=authority.ca, cert=cert, key=key)
 
     coordinator = stage.join(settings("coordinator"), "coordinator", "fq/1/f/dev/+/up/#")
     stage.join(settings("dev-a"), "dev-a", "fq/1/f/dev/dev-a/dn/#", "fq/1/f/dev/dev-b/dn/#", "fq/1/f/coord/state")
@@ -82,7 +82,7 @@ def told_in_vain(broker: Broker) -> str:
 
     def told() -> str:
         with pytest.raises(LinkError) as caught:
-            link.connect(timeout_s=0.2)
+            link.wait_until_connected(timeout_s=0.2)
         said = str(caught.value)
         return "" if said == f"no answer from {broker} within 0.2 s" else said
 
@@ -99,30 +99,30 @@ def test_tls_refusals_name_the_certificate_and_the_mend(
     url = secured.url.replace("mqtt:", "mqtts:")
     cert, key = authority.issue("dev-a")
     odd, odd_key = stranger.issue("dev-a")
-    assert f"{stranger.ca} did not sign it" in refusal(Broker.parse(url, ca=stranger.ca), stage)
-    assert "no authority of this system signed it" in refusal(Broker.parse(url), stage)
-    assert "give cert and key" in refusal(Broker.parse(url, ca=authority.ca), stage)
-    said = refusal(Broker.parse(url, ca=authority.ca, cert=odd, key=odd_key), stage)
+    assert f"{stranger.ca} did not sign it" in refusal(Broker.from_url(url, ca=stranger.ca), stage)
+    assert "no authority of this system signed it" in refusal(Broker.from_url(url), stage)
+    assert "give cert and key" in refusal(Broker.from_url(url, ca=authority.ca), stage)
+    said = refusal(Broker.from_url(url, ca=authority.ca, cert=odd, key=odd_key), stage)
     assert "signed by the broker's CA" in said or "another certificate" in said
-    by_name = Broker.parse(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
+    by_name = Broker.from_url(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
     assert "is for another name" in refusal(by_name, stage)
-    assert "is mqtts:// needed" in told_in_vain(Broker.parse(secured.url))
+    assert "is mqtts:// needed" in told_in_vain(Broker.from_url(secured.url))
 
 
 def test_a_port_without_tls_says_so(mosquitto: Callable[..., Mosquitto]) -> None:
     """mqtts:// to a plain listener; a broker that restarts looks the same, so a command goes on trying."""
-    assert "use its TLS port" in told_in_vain(Broker.parse(mosquitto().url.replace("mqtt:", "mqtts:")))
+    assert "use its TLS port" in told_in_vain(Broker.from_url(mosquitto().url.replace("mqtt:", "mqtts:")))
 
 
 def test_a_refused_connection_names_where_and_what_to_start() -> None:
     """A command waits as long as it was told to, in case the broker is just starting."""
-    said = told_in_vain(Broker.parse("mqtt://127.0.0.1:1"))
+    said = told_in_vain(Broker.from_url("mqtt://127.0.0.1:1"))
     assert re.search(r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker", said)
 
 
 def test_a_name_that_does_not_exist_is_said_at_once(stage: Stage) -> None:
     """`.invalid` never exists; a machine without a network has no resolver to say so."""
-    assert "no address is known for 'broker.invalid'" in told_in_vain(Broker.parse("mqtt://broker.invalid"))
+    assert "no address is known for 'broker.invalid'" in told_in_vain(Broker.from_url("mqtt://broker.invalid"))
 
 
 def test_a_wrong_password_is_said_and_never_shown(
@@ -137,9 +137,9 @@ def test_a_wrong_password_is_said_and_never_shown(
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("s3cret-right\n")
     wrong.write_text("s3cret-wrong\n")
-    good = stage.join(Broker.parse(url.replace("//", "//me@"), password_file=right), "good")
+    good = stage.join(Broker.from_url(url.replace("//", "//me@"), password_file=right), "good")
     stage.until(lambda: good.connected)
-    said = refusal(Broker.parse(url.replace("//", "//me@"), password_file=wrong), stage, "wrong")
+    said = refusal(Broker.from_url(url.replace("//", "//me@"), password_file=wrong), stage, "wrong")
     assert f"check the user and the password in {wrong}" in said
-    assert "a client without a user" in refusal(Broker.parse(url), stage, "nobody")
+    assert "a client without a user" in refusal(Broker.from_url(url), stage, "nobody")
     assert "s3cret" not in caplog.text + said + repr(good.broker)

@@ -15,11 +15,11 @@ FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None
 
 
 def read(level: int, packet: bytes) -> tuple[str | None, bytes, int | None]:
-    found = packets.first(bytearray(packet), 0)
+    found = packets.find_packet(bytearray(packet), 0)
     assert found is not None
     head, begin, end = found
     assert end == len(packet)
-    return packets.published(level, head, bytearray(packet[begin:end]))
+    return packets.parse_publish(level, head, bytearray(packet[begin:end]))
 
 
 @pytest.mark.parametrize("level", [4, 5])
@@ -27,48 +27,48 @@ def read(level: int, packet: bytes) -> tuple[str | None, bytes, int | None]:
 def test_a_message_is_read_as_it_was_written(level: int, size: int) -> None:
     """Lengths of one to four bytes; with an id at QoS 1 alone."""
     payload = bytes(size)
-    assert read(level, packets.publish(level, 7, "a/b", payload, 1, False)) == ("a/b", payload, 7)
-    assert read(level, packets.publish(level, 7, "a/b", payload, 0, True)) == ("a/b", payload, None)
-    assert packets.publish(level, 7, "a/b", payload, 1, True)[0] == 0x33
+    assert read(level, packets.publish_packet(level, 7, "a/b", payload, 1, False)) == ("a/b", payload, 7)
+    assert read(level, packets.publish_packet(level, 7, "a/b", payload, 0, True)) == ("a/b", payload, None)
+    assert packets.publish_packet(level, 7, "a/b", payload, 1, True)[0] == 0x33
 
 
 def test_a_packet_is_taken_once_it_is_whole() -> None:
-    packet = packets.publish(5, 1, "a", b"payload", 1, False)
+    packet = packets.publish_packet(5, 1, "a", b"payload", 1, False)
     for size in range(len(packet)):
-        assert packets.first(bytearray(packet[:size]), 0) is None
-    assert packets.first(bytearray(packet + packet), len(packet)) == (0x32, len(packet) + 2, 2 * len(packet))
+        assert packets.find_packet(bytearray(packet[:size]), 0) is None
+    assert packets.find_packet(bytearray(packet + packet), len(packet)) == (0x32, len(packet) + 2, 2 * len(packet))
 
 
 def test_properties_of_a_message_are_skipped() -> None:
     """A broker of MQTT 5 may add some."""
     body = bytearray(b"\x00\x01a" + b"\x05\x26\x00\x00\x00\x00" + b"payload")
-    assert packets.published(5, 0x30, body) == ("a", b"payload", None)
+    assert packets.parse_publish(5, 0x30, body) == ("a", b"payload", None)
 
 
 def test_an_acknowledgement_has_a_reason_where_the_broker_gives_one() -> None:
-    assert packets.acknowledged(bytearray(packets.acknowledgement(513)[2:])) == (513, 0)
-    assert packets.acknowledged(bytearray(b"\x02\x01\x95\x00")) == (513, 149)
+    assert packets.parse_puback(bytearray(packets.puback_packet(513)[2:])) == (513, 0)
+    assert packets.parse_puback(bytearray(b"\x02\x01\x95\x00")) == (513, 149)
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x00\x09a", b"\x00\x01a\x7f"])
 def test_what_is_shorter_than_it_says_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedPacketError):
-        packets.published(5, 0x30, bytearray(body))
+        packets.parse_publish(5, 0x30, bytearray(body))
 
 
 def test_a_topic_that_is_longer_than_its_packet_is_malformed_at_either_level() -> None:
     with pytest.raises(MalformedPacketError, match="topic"):
-        packets.published(4, 0x30, bytearray(b"\x00\x09a"))
+        packets.parse_publish(4, 0x30, bytearray(b"\x00\x09a"))
 
 
 def test_a_length_takes_four_bytes_and_a_packet_as_many_as_are_permitted_at_the_most() -> None:
     """Nothing more is waited for."""
-    assert packets.first(bytearray(b"\x30\x80\x80\x80"), 0) is None
+    assert packets.find_packet(bytearray(b"\x30\x80\x80\x80"), 0) is None
     with pytest.raises(MalformedPacketError, match="four bytes"):
-        packets.first(bytearray(b"\x30\x80\x80\x80\x80"), 0)
-    assert packets.first(bytearray(b"\x30\x05"), 0, 5) is None
+        packets.find_packet(bytearray(b"\x30\x80\x80\x80\x80"), 0)
+    assert packets.find_packet(bytearray(b"\x30\x05"), 0, 5) is None
     with pytest.raises(MalformedPacketError, match="5 are the most"):
-        packets.first(bytearray(b"\x30\x06"), 0, 5)
+        packets.find_packet(bytearray(b"\x30\x06"), 0, 5)
 
 
 @FUZZ
@@ -76,7 +76,7 @@ def test_a_length_takes_four_bytes_and_a_packet_as_many_as_are_permitted_at_the_
 def test_any_bytes_are_read_or_malformed(data: bytes, level: int) -> None:
     """No other error."""
     with suppress(MalformedPacketError):
-        found = packets.first(bytearray(data), 0)
+        found = packets.find_packet(bytearray(data), 0)
         if found is not None:
-            packets.published(level, found[0], bytearray(data[found[1] : found[2]]))
-            packets.acknowledged(bytearray(data[found[1] : found[2]]))
+            packets.parse_publish(level, found[0], bytearray(data[found[1] : found[2]]))
+            packets.parse_puback(bytearray(data[found[1] : found[2]]))

@@ -53,7 +53,7 @@ def test_what_is_larger_than_any_message_is_not_even_hashed(
     """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
-    monkeypatch.setattr(Session, "require", None)
+    monkeypatch.setattr(Session, "verify", None)
     large = fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100))
     fleet.mallory.publish(up("a"), large)
     fleet.run()
@@ -148,7 +148,7 @@ def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeyp
     """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
     monkeypatch.setattr(sealed_fleet, "ATTEMPTS_MOST", 3)
     for number in range(10):
-        begun = sealed.beginning(fleet.identities["a"])
+        begun = sealed.handshake_probe(fleet.identities["a"])
         fleet.mallory.publish(up(f"x{number}", "hello"), wire.encode(begun))
     fleet.run()
     assert list(fleet.link._attempts) == ["x7", "x8", "x9"]
@@ -162,6 +162,6 @@ def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sealed_fleet, "DEVICES_MOST", 3)
     last_s: dict[str, float] = {}
     for number in range(10):
-        assert sealed_fleet._rarely(last_s, f"d{number}", 0.0, 5.0)
-        assert not sealed_fleet._rarely(last_s, f"d{number}", 4.9, 5.0)
+        assert sealed_fleet._admit_device(last_s, f"d{number}", 0.0, 5.0)
+        assert not sealed_fleet._admit_device(last_s, f"d{number}", 4.9, 5.0)
     assert len(last_s) <= 3

@@ -30,7 +30,7 @@ def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
     }
     cert, key = stranger.issue("c5")
     strange = site.broker("c5")
-    strange = type(strange).parse("mqtts://localhost", ca=site.ca, cert=cert, key=key)
+    strange = type(strange).from_url("mqtts://localhost", ca=site.ca, cert=cert, key=key)
     cases["c5"] = (Identity(strange), "unable to get local issuer certificate")
     for name, (identity, _) in cases.items():
         fleet.join(name, identity)
@@ -46,7 +46,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
         posing = Identity(site.broker(name, kind))
         with pytest.raises(JobError, match="ca issue coordinator"):
             FleetLink(MemoryBroker().connect(), posing, "f")
-        posing.require_coordinator = lambda: math.inf  # type: ignore[method-assign]
+        posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
         fleet.identities = {"coordinator": posing}
@@ -62,15 +62,15 @@ def test_a_coordinators_certificate_of_an_earlier_version_says_how_to_renew_it(s
     """It was a client's alone; boards' certificates stay as they are."""
     earlier = Identity(site.broker("coordinator", "device"))
     with pytest.raises(JobError, match=r"unsuitable certificate purpose.*`fedquilt ca issue coordinator` makes one"):
-        earlier.require_coordinator()
+        earlier.require_coordinator_certificate()
 
 
 def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified) -> None:
     """A certificate without ca could prove who we are, but not check who others are."""
     files = site.files("d")
     with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
-        sealed.identity(type(site.broker("d")).parse("mqtts://host", cert=files["cert"], key=files["key"]))
-    assert sealed.identity(type(site.broker("d")).parse("mqtt://host")) is None
+        sealed.load_identity(type(site.broker("d")).from_url("mqtts://host", cert=files["cert"], key=files["key"]))
+    assert sealed.load_identity(type(site.broker("d")).from_url("mqtt://host")) is None
 
 
 def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
@@ -125,16 +125,16 @@ def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certi
 ) -> None:
     """The name stays; a session by a certificate without the right ends the right."""
     right = SiteRight(("cam-*", "door-7"), 40)
-    fleet.join("plant", Identity(Broker.parse("mqtts://localhost", **site.files("plant", "site", right=right))))
+    fleet.join("plant", Identity(Broker.from_url("mqtts://localhost", **site.files("plant", "site", right=right))))
     fleet.join("other")
     fleet.run()
-    assert fleet.link.right_of("plant") == right
-    assert fleet.link.right_of("other") is None
+    assert fleet.link.site_right("plant") == right
+    assert fleet.link.site_right("other") is None
     fleet.identities["plant"] = Identity(site.broker("plant"))
     fleet.join("plant")
     fleet.run()
     assert fleet.boards["plant"].connected
-    assert fleet.link.right_of("plant") is None
+    assert fleet.link.site_right("plant") is None
 
 
 @pytest.mark.parametrize("uri", ["fedquilt:site:", "fedquilt:site:x:cam-*", "fedquilt:site:0:a", "fedquilt:site:3:*a"])

@@ -28,8 +28,8 @@ def queue(*messages: Sending) -> SendQueue:
 def take_all(made: SendQueue, window: int = 20) -> list[str]:
     """Put everything under way that may be; packet ids are its topics' hashes."""
     topics = []
-    while (message := made.take(window)) is not None:
-        made.sent(hash(message.topic), message)
+    while (message := made.take_next(window)) is not None:
+        made.record_in_flight(hash(message.topic), message)
         topics.append(message.topic)
     return topics
 
@@ -39,8 +39,8 @@ def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken() -> None:
     made = queue(*map(reliable, "abc"))
     assert take_all(made) == ["a", "b", "c"]
     assert made.backlog == 30
-    assert made.done(hash("b")) is not None
-    assert made.done(hash("b")) is None
+    assert made.remove_sent(hash("b")) is not None
+    assert made.remove_sent(hash("b")) is None
     assert made.backlog == 20
 
 
@@ -48,7 +48,7 @@ def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() ->
     """The next goes when one is done; a single message may be larger than all bounds."""
     made = queue(*map(reliable, "abc"))
     assert take_all(made, window=2) == ["a", "b"]
-    made.done(hash("a"))
+    made.remove_sent(hash("a"))
     assert take_all(made, window=2) == ["c"]
     large = queue(reliable("x", UNDER_WAY_BYTES * 2), reliable("y"))
     assert take_all(large) == ["x"]
@@ -63,12 +63,12 @@ def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one
     made.add(Sending("lost too", bytes(10), False, reliable=False))
     made.add(reliable("c"))
     made.add(reliable("d"))
-    assert made.broken() is None
+    assert made.handle_disconnect() is None
     assert made.backlog == 40
     assert take_all(made) == ["a"]
-    made.done(hash("a"))
+    made.remove_sent(hash("a"))
     assert take_all(made) == ["b"]
-    made.done(hash("b"))
+    made.remove_sent(hash("b"))
     assert take_all(made) == ["c", "d"]
 
 
@@ -76,11 +76,11 @@ def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
     """First with others, then twice alone; the others are kept."""
     made = queue(reliable("guilty", 1000), reliable("innocent"))
     assert take_all(made) == ["guilty", "innocent"]
-    assert made.broken() is None
+    assert made.handle_disconnect() is None
     assert take_all(made) == ["guilty"]
-    assert made.broken() is None
+    assert made.handle_disconnect() is None
     assert take_all(made) == ["guilty"]
-    culprit = made.broken()
+    culprit = made.handle_disconnect()
     assert culprit is not None
     assert culprit.topic == "guilty"
     assert (take_all(made), made.backlog) == (["innocent"], 10)
@@ -91,16 +91,16 @@ def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_bla
     made = queue(reliable("a"))
     for _ in range(10):
         take_all(made)
-        assert made.broken(innocent=True) is None
+        assert made.handle_disconnect(innocent=True) is None
     take_all(made)
-    assert made.broken(breaks=1) is not None
+    assert made.handle_disconnect(breaks=1) is not None
     assert made.backlog == 0
 
 
 def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds() -> None:
     """By bytes, and by number."""
     made = queue(reliable("old", OFFLINE_BYTES), reliable("new"))
-    assert made.trim() == 1
+    assert made.drop_oldest() == 1
     assert take_all(made) == ["new"]
     many = queue(*(reliable(str(n), 0) for n in range(OFFLINE_MESSAGES + 3)))
-    assert many.trim() == 3
+    assert many.drop_oldest() == 3

@@ -1,11 +1,11 @@
-"""The index says what `fedquilt.transport.link.matches` says, whatever is held."""
+"""The index says what `fedquilt.transport.link.filter_matches` says, whatever is held."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedquilt.transport.link import matches
+from fedquilt.transport.link import filter_matches
 from fedquilt.transport.topic_tree import TopicTree
 
 LEVEL = st.sampled_from(["a", "b", ""])
@@ -20,7 +20,9 @@ def test_filters_that_take_a_topic_are_found(patterns: list[str], topic: str) ->
     tree: TopicTree[str] = TopicTree()
     for pattern in patterns:
         tree.add(pattern, pattern)
-    assert sorted(tree.matching(topic)) == sorted(pattern for pattern in patterns if matches(pattern, topic))
+    assert sorted(tree.items_matching_topic(topic)) == sorted(
+        pattern for pattern in patterns if filter_matches(pattern, topic)
+    )
 
 
 @given(st.lists(TOPIC, unique=True), PATTERN | st.just("#"))
@@ -28,7 +30,9 @@ def test_topics_that_a_filter_takes_are_found(topics: list[str], pattern: str) -
     tree: TopicTree[str] = TopicTree()
     for topic in topics:
         tree.add(topic, topic)
-    assert sorted(tree.under(pattern)) == sorted(topic for topic in topics if matches(pattern, topic))
+    assert sorted(tree.items_matching_filter(pattern)) == sorted(
+        topic for topic in topics if filter_matches(pattern, topic)
+    )
 
 
 @given(st.lists(PATTERN, unique=True, min_size=1), st.data())
@@ -40,7 +44,7 @@ def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns: list[s
     for pattern in [*gone, "never/added"]:
         tree.remove(pattern, pattern)
     topic = data.draw(TOPIC)
-    assert set(tree.matching(topic)) == {p for p in patterns if p not in gone and matches(p, topic)}
+    assert set(tree.items_matching_topic(topic)) == {p for p in patterns if p not in gone and filter_matches(p, topic)}
 
 
 def test_an_empty_tree_keeps_no_levels() -> None:
@@ -49,6 +53,6 @@ def test_an_empty_tree_keeps_no_levels() -> None:
     tree.add("a/b/c", 1)
     tree.add("a/b", 2)
     tree.remove("a/b/c", 1)
-    assert tree.under("#") == [2]
+    assert tree.items_matching_filter("#") == [2]
     tree.remove("a/b", 2)
     assert not tree._root.below

@@ -32,8 +32,8 @@ NETWORKS: list[dict[str, Any]] = [
 def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
     """Names, shapes, order and every bit."""
     pytest.importorskip("torch")
-    theirs = {name: value.numpy() for name, value in registry.load(network, seed=seed).state_dict().items()}
-    ours = drawn.weights(network, seed)
+    theirs = {name: value.numpy() for name, value in registry.load_network(network, seed=seed).state_dict().items()}
+    ours = drawn.initial_weights(network, seed)
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, strict=True)
@@ -46,11 +46,13 @@ def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
     from fedquilt.models.networks import tensor_register
     from fedquilt.models.partial import masks, trace
 
-    model, shape = registry.load(network), registry.input_shape(network)
-    assert drawn.flops(network) == registry.cost(model, shape).flops
-    assert drawn.register(network) == tensor_register.trace_register(model, shape)
-    assert msgspec.json.encode(masks.dense(drawn.layers(network))) == msgspec.json.encode(trace.trace_plan(model))
-    assert drawn.trained(network) == footprint.weigh(model, torch.zeros(2, *shape))[0]
+    model, shape = registry.load_network(network), registry.input_shape(network)
+    assert drawn.forward_flops(network) == registry.measure_cost(model, shape).flops
+    assert drawn.mlp_register(network) == tensor_register.trace_register(model, shape)
+    assert msgspec.json.encode(masks.plan_from_layers(drawn.layer_sizes(network))) == msgspec.json.encode(
+        trace.trace_plan(model)
+    )
+    assert drawn.training_memory(network) == footprint.measure_training(model, torch.zeros(2, *shape))[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"input": {"channels": 1, "size": 8, "mean": [0.1], "std": [0.3]}}])
@@ -58,9 +60,9 @@ def test_the_bundle_is_the_same_with_torch_and_without(tmp_path: Path, more: dic
     """Every file of it."""
     pytest.importorskip("torch")
     job = {"name": "j", "method": "fedavg", "model": {**NETWORKS[0], "seed": 3}, **more}
-    prepare.prepare(job, tmp_path / "ours")
-    with mock.patch.object(drawn, "can", return_value=False):
-        prepare.prepare(job, tmp_path / "theirs")
+    prepare.prepare_bundle(job, tmp_path / "ours")
+    with mock.patch.object(drawn, "can_initialise", return_value=False):
+        prepare.prepare_bundle(job, tmp_path / "theirs")
     ours, theirs = (
         sorted(str(path.relative_to(tmp_path / each)) for path in (tmp_path / each).rglob("*") if path.is_file())
         for each in ("ours", "theirs")
@@ -96,4 +98,4 @@ except ImportError:
 def test_a_setting_that_cannot_be_is_an_error_of_the_network(change: dict[str, Any]) -> None:
     """As it is with torch."""
     with pytest.raises(ModelError, match="mlp"):
-        drawn.weights({**NETWORKS[0], **change}, 0)
+        drawn.initial_weights({**NETWORKS[0], **change}, 0)

@@ -19,13 +19,13 @@ MLP = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
 def test_a_multilayer_perceptron_costs_two_flops_per_weight() -> None:
     """4 x 3 and 3 x 2 weights are 18, 36 FLOPs; with 3 + 2 biases there are 23 parameters."""
-    assert registry.cost(registry.build(MLP), (4,)) == (36.0, 23)
+    assert registry.measure_cost(registry.build(MLP), (4,)) == (36.0, 23)
 
 
 def test_a_convolution_is_counted_at_every_position() -> None:
     """conv 1 -> 16, 5 x 5 on 28 x 28: 2 * 16 * 25 * 784 FLOPs, and 400 + 16 parameters."""
     first = registry.build({"name": "cnn", "channels": 1, "size": 28, "classes": 10})[0]
-    assert registry.cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
+    assert registry.measure_cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
 
 
 def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gradients_afterwards() -> None:
@@ -40,7 +40,7 @@ def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gra
             return self.cell(self.begin.expand(len(x), -1)) + x
 
     model = Begun()
-    assert registry.cost(model, (4,)) == (32.0, 24)
+    assert registry.measure_cost(model, (4,)) == (32.0, 24)
     assert all(value.requires_grad for value in model.parameters())
 
 
@@ -52,7 +52,7 @@ def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, m
     )
     monkeypatch.chdir(tmp_path)
     table = {"name": "late:network", "inputs": 3, "classes": 2}
-    model, again, other = (registry.load(table, seed=seed) for seed in (1, 1, 2))
+    model, again, other = (registry.load_network(table, seed=seed) for seed in (1, 1, 2))
     assert registry.build(table).training
     assert {name: tuple(value.shape) for name, value in model.named_parameters()} == {
         "0.weight": (3,),
@@ -83,7 +83,7 @@ def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, m
 )
 def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(network: dict) -> None:
     """(2, *input_shape) -> (2, classes)."""
-    model = registry.load(network)
+    model = registry.load_network(network)
     shape = registry.input_shape(network)
     assert model(torch.zeros(2, *shape)).shape == (2, network["classes"])
 
@@ -98,7 +98,7 @@ def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
 
 def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
     """Another order gives other scores; an empty text gives finite ones; the mean is of what is said."""
-    model = registry.load({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 8})
+    model = registry.load_network({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 8})
     one, other, empty = model(torch.tensor([[1.0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]))
     assert not torch.allclose(one, other)
     assert torch.isfinite(empty).all()
@@ -115,7 +115,7 @@ def test_a_table_that_does_not_say_its_input_is_refused() -> None:
 def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone() -> None:
     """Equal bytes for one seed, others for another, and the global generator untouched."""
     before = torch.get_rng_state()
-    one, same, other = (tensors.encode(_numpy(registry.load(MLP, seed=seed))) for seed in (1, 1, 2))
+    one, same, other = (tensors.encode_tensors(_numpy(registry.load_network(MLP, seed=seed))) for seed in (1, 1, 2))
     assert one == same != other
     assert torch.equal(before, torch.get_rng_state())
 
@@ -123,29 +123,29 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone()
 @pytest.mark.parametrize("kind", ["pt", "th", "safetensors"])
 def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
     """A state dict, the dict of a training script (with `module.` of DataParallel), and safetensors."""
-    source = registry.load(MLP, seed=5)
+    source = registry.load_network(MLP, seed=5)
     path = tmp_path / f"weights.{kind}"
     if kind == "safetensors":
-        path.write_bytes(tensors.encode(_numpy(source)))
+        path.write_bytes(tensors.encode_tensors(_numpy(source)))
     elif kind == "th":
         torch.save({"state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}, "best": 0.9}, path)
     else:
         torch.save(source.state_dict(), path)
-    assert tensors.encode(_numpy(registry.load(MLP, path))) == tensors.encode(_numpy(source))
+    assert tensors.encode_tensors(_numpy(registry.load_network(MLP, path))) == tensors.encode_tensors(_numpy(source))
 
 
 def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
     """The file holds a wider hidden layer."""
     torch.save(registry.build({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
     with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
-        registry.load(MLP, tmp_path / "w.pt")
+        registry.load_network(MLP, tmp_path / "w.pt")
 
 
 def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     """torch.save of a whole module needs pickle to load."""
     torch.save(registry.build(MLP), tmp_path / "w.pt")
     with pytest.raises(ModelError, match="save a plain state dict"):
-        registry.load(MLP, tmp_path / "w.pt")
+        registry.load_network(MLP, tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
 def test_what_cannot_be_built_is_one_clear_error(network: dict, weights: str | None, message: str) -> None:
     """The message names the network or file, and what to do."""
     with pytest.raises(ModelError, match=message):
-        registry.load(network, weights)
+        registry.load_network(network, weights)
 
 
 def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.chdir(tmp_path)
     table = {"name": "my_own_net:tiny", "classes": 5}
-    with plugins.restricted(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins`"):
+    with plugins.restrict_plugins_within(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins`"):
         registry.build(table)
     assert registry.build(table).out_features == 5
-    with plugins.restricted(["my_own_net:tiny"]):
+    with plugins.restrict_plugins_within(["my_own_net:tiny"]):
         assert registry.build(table).out_features == 5
     with pytest.raises(ModelError, match="my_own_net:huge"):
         registry.build({"name": "my_own_net:huge"})

@@ -40,7 +40,7 @@ NETWORKS: list[tuple[dict[str, Any], list[str], int]] = [
 
 def built(network: dict[str, Any], size: int, spread: float = 1.0) -> tuple[Any, Any]:
     """The network with statistics of batch norm that are not 0 and 1, and examples for it."""
-    model = registry.load(network, seed=3)
+    model = registry.load_network(network, seed=3)
     draw = torch.Generator().manual_seed(5)
     for name, value in model.state_dict().items():
         if name.endswith("running_mean"):
@@ -62,7 +62,7 @@ def filled(module: Any, model: Any) -> Any:
 
 def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Seen:
     caught: list[Seen] = []
-    filled(dual.looker(registry.build(network), caught.append), model)(x)
+    filled(dual.build_observer(registry.build(network), caught.append), model)(x)
     return caught[0]
 
 
@@ -76,7 +76,7 @@ def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], t
     with torch.no_grad():
         wanted = model(x)
         for pool in ("own", "sk"):
-            pair = filled(DualCopy(network, trained, pool=pool).pair(copy.deepcopy(model)), model)
+            pair = filled(DualCopy(network, trained, pool=pool).build_pair(copy.deepcopy(model)), model)
             assert torch.equal(pair(x), wanted)
 
 
@@ -89,10 +89,10 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(
     model, x = built(network, size)
     dual = DualCopy(network, trained, pool=pool)
     seen = seen_by(dual, network, model, x)
-    layout = gate_cache.layout(seen, half=False)
-    rows = torch.from_numpy(gate_cache.pack(seen, layout))
-    pair = filled(dual.pair(registry.build(network)), model)
-    tail = filled(dual.tail(registry.build(network), layout), model)
+    layout = gate_cache.row_layout(seen, half=False)
+    rows = torch.from_numpy(gate_cache.pack_rows(seen, layout))
+    pair = filled(dual.build_pair(registry.build(network)), model)
+    tail = filled(dual.build_tail(registry.build(network), layout), model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in pair.qk.named_parameters():
@@ -108,7 +108,7 @@ def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> Non
     for options, linear in (({"pool": "sk"}, True), ({"gates": "own"}, False)):
         scores = []
         for amount in (1.0, -0.5, 0.25):  # the last is the mean of the first two
-            pair = filled(DualCopy(CNN, ["3"], **options).pair(registry.build(CNN)), model)
+            pair = filled(DualCopy(CNN, ["3"], **options).build_pair(registry.build(CNN)), model)
             with torch.no_grad():
                 weight = pair.qk.get_parameter("3.weight")
                 weight.add_(amount * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
@@ -120,7 +120,7 @@ def test_no_gradient_reaches_the_frozen_copy() -> None:
     """And every trained tensor has one."""
     model, x = built(RESIDUAL, 16)
     dual = DualCopy(RESIDUAL, ["3", "6"])
-    module = filled(dual.pair(registry.build(RESIDUAL)), model).train()
+    module = filled(dual.build_pair(registry.build(RESIDUAL)), model).train()
     module(x).sum().backward()
     assert all(value.grad is None for value in module.frozen.parameters())
     assert all(module.qk.get_parameter(name).grad is not None for name in dual.trained)
@@ -130,9 +130,9 @@ def test_no_gradient_reaches_the_frozen_copy() -> None:
 def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
     """Weights of the trained copy turned round: the same units are on, so its scores turn round too."""
     network = {"name": "mlp", "inputs": 4, "hidden": [8], "classes": 3}
-    model = registry.load(network, seed=0)
+    model = registry.load_network(network, seed=0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    pair = filled(DualCopy(network, ["1"]).pair(registry.build(network)), model)
+    pair = filled(DualCopy(network, ["1"]).build_pair(registry.build(network)), model)
     with torch.no_grad():
         before = pair(x) - model[3].bias
         for name in ("1.weight", "1.bias"):
@@ -146,7 +146,7 @@ def test_other_nonlinearities_become_gates(activation: Any, replaced: bool, monk
     model = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 3)).eval()
     monkeypatch.setattr(registry, "build", lambda network, **more: copy.deepcopy(model))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    pair = filled(DualCopy({"name": "own"}, ["0"]).pair(copy.deepcopy(model)), model)
+    pair = filled(DualCopy({"name": "own"}, ["0"]).build_pair(copy.deepcopy(model)), model)
     z = model[0](x)
     wanted = model[2](torch.where(z > 0, z, 0.0)) if replaced else model(x)
     torch.testing.assert_close(pair(x), wanted)
@@ -156,7 +156,7 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
     """By the switch; the frozen copy never moves its own."""
     model, x = built(RESIDUAL, 16)
     for bn, moves in (("frozen_stats", False), ("train", True)):
-        module = filled(DualCopy(RESIDUAL, ["3", "6"], bn=bn).pair(registry.build(RESIDUAL)), model).train()
+        module = filled(DualCopy(RESIDUAL, ["3", "6"], bn=bn).build_pair(registry.build(RESIDUAL)), model).train()
         before = {name: value.clone() for name, value in module.state_dict().items()}
         module(x)
         changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
@@ -167,7 +167,7 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
 def test_gates_of_its_own_make_it_the_network_with_a_frozen_part() -> None:
     """What FedAvg trains on the same part: equal to the network also when it has moved."""
     model, x = built(RESIDUAL, 16)
-    pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").pair(registry.build(RESIDUAL)), model)
+    pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").build_pair(registry.build(RESIDUAL)), model)
     with torch.no_grad():
         for module in (model, pair.qk):
             module.get_parameter("6.weight").mul_(2)
@@ -216,10 +216,10 @@ def seen() -> Seen:
 def test_rows_hold_what_was_seen(half: bool) -> None:
     """10 values, 4 indices, 11 and 6 bits: 40 + 16 + 2 + 1 bytes filled up to 60; with 16-bit values 20 less."""
     wanted = seen()
-    layout = gate_cache.layout(wanted, half=half)
-    rows = gate_cache.pack(wanted, layout)
+    layout = gate_cache.row_layout(wanted, half=half)
+    rows = gate_cache.pack_rows(wanted, layout)
     assert rows.shape == (3, 60 - 20 * half)
-    value, index, *masks = gate_cache.unpack(torch.from_numpy(rows), layout)
+    value, index, *masks = gate_cache.unpack_rows(torch.from_numpy(rows), layout)
     kept = wanted.values[0].half().float() if half else wanted.values[0]
     assert torch.equal(value, kept)
     assert torch.equal(index, wanted.indices[0].int())
@@ -230,52 +230,52 @@ def test_values_too_large_for_16_bits_are_refused() -> None:
     """Infinity would be kept otherwise."""
     large = seen()._replace(values=[torch.full((3, 1), 1e6)])
     with pytest.raises(ModelError, match="do not fit 16 bits"):
-        gate_cache.pack(large, gate_cache.layout(large, half=True))
+        gate_cache.pack_rows(large, gate_cache.row_layout(large, half=True))
 
 
 def test_what_is_no_batch_cannot_be_kept() -> None:
     """A number that goes from the frozen part into the trained one."""
     with pytest.raises(ModelError, match='set cache = "off"'):
-        gate_cache.layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
+        gate_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
 
 
 def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) -> None:
     """Two batches of three; another key, another count, a cut file or a damaged note are not it."""
     writer = Writer(tmp_path / "cache", "train", 6, half=False, most_bytes=360)
-    writer.put(seen())
-    writer.put(seen())
-    kept = writer.close("k")
+    writer.write_batch(seen())
+    writer.write_batch(seen())
+    kept = writer.finish("k")
     folder = tmp_path / "cache"
-    assert gate_cache.find(folder, "train", "k", 6) == kept
-    assert gate_cache.find(folder, "train", "other", 6) is None
-    assert gate_cache.find(folder, "train", "k", 5) is None
-    assert gate_cache.find(folder, "held", "k", 6) is None
+    assert gate_cache.find_rows(folder, "train", "k", 6) == kept
+    assert gate_cache.find_rows(folder, "train", "other", 6) is None
+    assert gate_cache.find_rows(folder, "train", "k", 5) is None
+    assert gate_cache.find_rows(folder, "held", "k", 6) is None
     rows = Rows(folder / "train.rows", kept)
-    wanted = gate_cache.pack(seen(), kept.layout)
+    wanted = gate_cache.pack_rows(seen(), kept.layout)
     np.testing.assert_array_equal(rows[np.array([4, 0])], wanted[[1, 0]])
     whole = (folder / "train.rows").read_bytes()
     (folder / "train.rows").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
     with pytest.raises(StoreError, match=r"is damaged: the next task makes it anew"):
         rows[np.array([0])]
-    assert gate_cache.find(folder, "train", "k", 6) is None
+    assert gate_cache.find_rows(folder, "train", "k", 6) is None
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
-    assert gate_cache.find(folder, "train", "k", 6) is None
+    assert gate_cache.find_rows(folder, "train", "k", 6) is None
     with pytest.raises(StoreError, match="cut short"):
         rows[np.array([4])]
     (folder / "train.rows").unlink()
     with pytest.raises(StoreError, match="cannot read"):
         rows[np.array([0])]
     (folder / "train.json").write_bytes(b'{"key": 1')
-    assert gate_cache.find(folder, "train", "k", 6) is None
+    assert gate_cache.find_rows(folder, "train", "k", 6) is None
 
 
 def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None:
     """6 rows of 60 bytes do not go into 359; what was there of an older key is gone."""
     (tmp_path / "train.rows").write_bytes(b"old")
     with pytest.raises(NoRoomError, match="360 bytes"):
-        Writer(tmp_path, "train", 6, half=False, most_bytes=359).put(seen())
+        Writer(tmp_path, "train", 6, half=False, most_bytes=359).write_batch(seen())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,10 +283,10 @@ def test_a_cache_that_cannot_be_written_is_no_room(tmp_path: Path) -> None:
     """A file lies where the folder should be."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(NoRoomError):
-        Writer(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).put(seen())
+        Writer(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).write_batch(seen())
 
 
 def test_a_layout_survives_json() -> None:
     """As it is kept beside the rows."""
-    layout = gate_cache.layout(seen(), half=True)
+    layout = gate_cache.row_layout(seen(), half=True)
     assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout

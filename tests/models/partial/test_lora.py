@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 from fedquilt.models.networks import registry, tensor_register  # noqa: E402
 from fedquilt.models.networks.vit import Attention  # noqa: E402
 from fedquilt.models.partial import lora_torch  # noqa: E402
-from fedquilt.torchvision_compat import torchvision  # noqa: E402
+from fedquilt.torchvision_compat import import_torchvision  # noqa: E402
 
 VIT = {"name": "vit", "channels": 1, "size": 8, "patch": 4, "width": 8, "depth": 2, "heads": 2, "classes": 3}
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
@@ -42,7 +42,7 @@ def torchvision_vit() -> Any:
     """Torchvision's own class, small."""
     if find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed: its transformer is adapted here")
-    found = torchvision().models.VisionTransformer
+    found = import_torchvision().models.VisionTransformer
     torch.manual_seed(0)
     made = found(image_size=8, patch_size=4, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16, num_classes=3)
     nn.init.normal_(made.heads.head.weight)  # torchvision's is zero at first
@@ -50,9 +50,9 @@ def torchvision_vit() -> Any:
 
 
 NETWORKS = {
-    "vit": (lambda: registry.load(VIT, seed=1), (4, 1, 8, 8)),
+    "vit": (lambda: registry.load_network(VIT, seed=1), (4, 1, 8, 8)),
     "torchvision": (torchvision_vit, (4, 3, 8, 8)),
-    "mlp": (lambda: registry.load(MLP, seed=1), (4, 6)),
+    "mlp": (lambda: registry.load_network(MLP, seed=1), (4, 6)),
 }
 each = pytest.mark.parametrize("name", NETWORKS)
 
@@ -63,14 +63,14 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
     plain, copy = make(), make()
     model = held(plain)
     spots = spots_of(plain, shape[1:])
-    values = {**model, **lora.shared(model, spots, 2, tensors.rng("a"))}
+    values = {**model, **lora.initial_shared_adapters(model, spots, 2, tensors.seeded_rng("a"))}
     if own:
-        values.update(lora.own(model, spots, 2, tensors.rng("b"), 0.0))
+        values.update(lora.initial_own_branch(model, spots, 2, tensors.seeded_rng("b"), 0.0))
     if trained:
-        draws = tensors.rng("c")
+        draws = tensors.seeded_rng("c")
         values.update({k: draws.normal(size=v.shape).astype(np.float32) for k, v in values.items() if k not in model})
     copy = filled(lora_torch.insert_adapters(copy, spots, 2, 8.0, own=own), values)
-    return plain, copy, values, torch.tensor(tensors.rng("x").normal(size=shape).astype(np.float32))
+    return plain, copy, values, torch.tensor(tensors.seeded_rng("x").normal(size=shape).astype(np.float32))
 
 
 @each
@@ -88,7 +88,7 @@ def test_adapters_melt_into_the_weights(name: str) -> None:
     model = held(plain)
     wanted = copy(x)
     assert (wanted - plain(x)).abs().max() > 0.01
-    melted = lora.merged(model, values, spots_of(plain, x.shape[1:]), 8.0)
+    melted = lora.merge_shared(model, values, spots_of(plain, x.shape[1:]), 8.0)
     assert melted.keys() == model.keys()
     torch.testing.assert_close(filled(plain, melted)(x), wanted, rtol=1e-4, atol=1e-4)
 
@@ -129,7 +129,7 @@ def test_every_gate_has_a_gradient_from_the_first_step() -> None:
 
 def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None:
     """In ours and in torchvision's, in the order of the blocks ("10" after "2")."""
-    spots = spots_of(registry.load({**VIT, "depth": 11}), (1, 8, 8))
+    spots = spots_of(registry.load_network({**VIT, "depth": 11}), (1, 8, 8))
     assert spots[10] == lora.Spot("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
     last = "encoder.layers.encoder_layer_1"
     assert spots_of(torchvision_vit(), (3, 8, 8))[1] == lora.Spot(
@@ -139,20 +139,20 @@ def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None
 
 def test_without_attention_every_linear_layer_but_the_head_is_a_block() -> None:
     """6 -> 5 -> 4 -> 3: the layers "1" and "3", not the head "5"."""
-    assert spots_of(registry.load(MLP), (6,)) == (lora.Spot("1", ("1",)), lora.Spot("3", ("3",)))
+    assert spots_of(registry.load_network(MLP), (6,)) == (lora.Spot("1", ("1",)), lora.Spot("3", ("3",)))
 
 
 def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
     """A convolutional net with one linear layer has nothing for LoRA."""
     with pytest.raises(ModelError, match="take a transformer"):
-        spots_of(registry.load({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
+        spots_of(registry.load_network({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "blocks.0.norm1"])
 def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer: str) -> None:
     """Absent, or of another kind."""
     with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
-        lora_torch.insert_adapters(registry.load(VIT), [lora.Spot("blocks.0", (layer,))], 2, 1.0)
+        lora_torch.insert_adapters(registry.load_network(VIT), [lora.Spot("blocks.0", (layer,))], 2, 1.0)
 
 
 def test_sizes_of_the_shared_part_are_the_papers() -> None:
@@ -164,7 +164,7 @@ def test_sizes_of_the_shared_part_are_the_papers() -> None:
         with torch.device("meta"):
             module = registry.build(settings)
         model = {name: np.broadcast_to(np.float32(0), value.shape) for name, value in module.named_parameters()}
-        adapters = lora.shared(model, spots, 8, tensors.rng(0))
+        adapters = lora.initial_shared_adapters(model, spots, 8, tensors.seeded_rng(0))
         assert sum(a.size for a in adapters.values()) + model["head.weight"].size + model["head.bias"].size == values
 
 
@@ -174,7 +174,7 @@ def test_our_attention_gives_what_torchs_gives() -> None:
     theirs = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     nn.init.normal_(theirs.in_proj_bias)
     x = torch.randn(3, 5, 8)
-    torch.testing.assert_close(Attention.of(theirs)(x)[0], theirs(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(Attention.from_torch(theirs)(x)[0], theirs(x, x, x, need_weights=False)[0])
 
 
 def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evaluates() -> None:
@@ -196,7 +196,7 @@ def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evalu
 
 def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
     """Rather than left out without a word, as in a decoder."""
-    ours = Attention.of(nn.MultiheadAttention(8, 2, batch_first=True))
+    ours = Attention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True))
     x, other = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
     for ask in (lambda: ours(x, other, other), lambda: ours(x, x, x, attn_mask=torch.ones(5, 5))):
         with pytest.raises(ModelError, match="only self-attention without a mask"):
@@ -220,7 +220,7 @@ def test_a_transformer_whose_sizes_do_not_divide_is_refused(odd: dict[str, int])
 def test_the_small_transformer_takes_its_input_and_costs_less_than_a_resnet() -> None:
     """(n, 1, 28, 28) -> (n, 10) at its defaults: under 40 MFLOP (ResNet-20 takes 82), and the same bits by seed."""
     table = {"name": "vit", "channels": 1, "size": 28, "classes": 10}
-    one, two = registry.load(table, seed=3), registry.load(table, seed=3)
+    one, two = registry.load_network(table, seed=3), registry.load_network(table, seed=3)
     assert one(torch.zeros(2, *registry.input_shape(table))).shape == (2, 10)
-    assert tensors.encode(held(one)) == tensors.encode(held(two))
-    assert 1e6 < registry.cost(one, registry.input_shape(table)).flops < 40e6
+    assert tensors.encode_tensors(held(one)) == tensors.encode_tensors(held(two))
+    assert 1e6 < registry.measure_cost(one, registry.input_shape(table)).flops < 40e6

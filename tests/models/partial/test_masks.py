@@ -51,7 +51,7 @@ def a_mask(*neurons: int) -> np.ndarray:
 
 def test_an_entry_is_covered_where_both_its_ends_are() -> None:
     """Neurons 1 and 4 of a, 2 of b: rows of a, and of b's second row the entries 0, 1, 6, 7."""
-    marks = masks.covered(PLAN, a_mask(1, 0, 0, 1, 0, 1))
+    marks = masks.covered_entries(PLAN, a_mask(1, 0, 0, 1, 0, 1))
     assert marks["a.weight"].tolist() == [[True] * 3, [False] * 3, [False] * 3, [True] * 3]
     assert marks["a.bias"].tolist() == [True, False, False, True]
     assert np.flatnonzero(marks["b.weight"]).tolist() == [8, 9, 14, 15]
@@ -67,8 +67,8 @@ def test_what_is_taken_is_put_back_where_it_was() -> None:
         "c.weight": np.ones((2, 2)),
         "c.bias": np.ones(2),
     }
-    marks = masks.covered(PLAN, a_mask(1, 0, 0, 1, 0, 1))
-    sent = masks.take(model, marks)
+    marks = masks.covered_entries(PLAN, a_mask(1, 0, 0, 1, 0, 1))
+    sent = masks.select_covered(model, marks)
     assert {name: array.size for name, array in sent.items()} == {
         "a.weight": 6,
         "a.bias": 2,
@@ -76,51 +76,51 @@ def test_what_is_taken_is_put_back_where_it_was() -> None:
         "c.weight": 2,
         "c.bias": 2,
     }
-    again = masks.put(sent, marks)
+    again = masks.restore_covered(sent, marks)
     for name, array in model.items():
         np.testing.assert_array_equal(again[name], array * marks.get(name, 1))
     with pytest.raises(UpdateError, match=r"'a.bias' has shape \(3,\), its mask covers 2"):
-        masks.put({**sent, "a.bias": np.ones(3)}, marks)
+        masks.restore_covered({**sent, "a.bias": np.ones(3)}, marks)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
     """Also where layers are narrower than there are parts, or do not divide."""
-    total = sum(masks.part(PLAN, index, parts).astype(int) for index in range(parts))
+    total = sum(masks.part_mask(PLAN, index, parts).astype(int) for index in range(parts))
     assert total.tolist() == [1] * 6
     for index in range(parts):
-        for name, mark in masks.groups(PLAN, masks.part(PLAN, index, parts)).items():
+        for name, mark in masks.split_by_group(PLAN, masks.part_mask(PLAN, index, parts)).items():
             assert abs(int(mark.sum()) - PLAN.widths[name] / parts) < 1
 
 
 def test_a_mask_is_a_bit_for_each_neuron() -> None:
     """13 neurons are 2 bytes; another number of bytes is refused."""
     mask = np.random.default_rng(0).random(13) < 0.5
-    bits = masks.to_bits(mask)
-    assert (bits.nbytes, masks.from_bits(bits, 13).tolist()) == (2, mask.tolist())
+    bits = masks.pack_mask(mask)
+    assert (bits.nbytes, masks.unpack_mask(bits, 13).tolist()) == (2, mask.tolist())
     for odd in (bits[:1], bits.astype(np.int8), np.zeros((1, 2), np.uint8)):
         with pytest.raises(UpdateError, match="a mask of 13 neurons is 2 bytes"):
-            masks.from_bits(odd, 13)
+            masks.unpack_mask(odd, 13)
 
 
 def test_a_plan_travels_as_a_tensor() -> None:
     """And what is none is refused."""
-    assert masks.from_array(masks.to_array(PLAN)) == PLAN
+    assert masks.plan_from_array(masks.plan_to_array(PLAN)) == PLAN
     for odd in (b"", b"{}", b"\xff", b'{"widths":{"a":"b"},"pinned":{},"follows":{}}'):
         with pytest.raises(ModelError, match="plan of masks"):
-            masks.from_array(np.frombuffer(odd, np.uint8))
+            masks.plan_from_array(np.frombuffer(odd, np.uint8))
 
 
 def test_a_plan_of_another_network_is_refused() -> None:
     """A tensor that is absent or shaped otherwise; groups that do not make up a shape, or do not exist."""
     model = {name: np.zeros(follow.shape) for name, follow in PLAN.follows.items()}
-    masks.require(PLAN, model)
+    masks.validate_plan(PLAN, model)
     for odd in ({**model, "a.bias": np.zeros(5)}, {k: v for k, v in model.items() if k != "a.bias"}):
         with pytest.raises(ModelError, match=r"another network's: its tensor 'a\.bias'"):
-            masks.require(PLAN, odd)
+            masks.validate_plan(PLAN, odd)
     for follow in (Follow((4,), ("b",)), Follow((4,), ("z",)), Follow((4,), ("a",), ("b",))):
         with pytest.raises(ModelError, match=r"damaged at 'a\.bias'"):
-            masks.require(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
+            masks.validate_plan(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
 
 
 # -- of real networks -----------------------------------------------------------------------------
@@ -132,13 +132,13 @@ def network(name: str) -> tuple[Any, Any, Plan]:
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import trace
 
-    module = registry.load(table(name), seed=1)
+    module = registry.load_network(table(name), seed=1)
     with torch.no_grad():
         for value in module.state_dict().values():
             if value.is_floating_point() and value.ndim == 1:
                 value.add_(0.1 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(len(value))))
     plan = trace.trace_plan(module)
-    masks.require(plan, {key: value.numpy() for key, value in module.state_dict().items()})
+    masks.validate_plan(plan, {key: value.numpy() for key, value in module.state_dict().items()})
     return torch, module, plan
 
 
@@ -150,7 +150,7 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
     from fedquilt.models.partial.torch_masks import SCORES, Gates
 
     mask = np.random.default_rng(3).random(plan.neurons) < 0.6
-    marks = masks.covered(plan, mask)
+    marks = masks.covered_entries(plan, mask)
     assert 0 < mask.sum() < plan.neurons
     x = torch.randn(4, *SHAPES.get(name, (3, 64, 64)), generator=torch.Generator().manual_seed(0))
     zeroed = {
@@ -165,7 +165,7 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
         gates = Gates(plan, None, 0.0, 0.0)
         gates.prepare(module)
         getattr(module, SCORES).copy_(torch.from_numpy(np.where(mask, 100.0, -100.0)))
-        gates.steps(1.0)[1].begin(module)
+        gates.training_steps(1.0)[1].begin(module)
         found = module(x)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert float(wanted.std()) > 0
@@ -207,7 +207,7 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
     plan = trace.trace_plan(module)
     assert plan.neurons == 256
     assert sum(value.numel() for value in module.parameters()) == 14_884
-    assert masks.to_bits(np.ones(256, bool)).nbytes == 32
+    assert masks.pack_mask(np.ones(256, bool)).nbytes == 32
 
 
 def test_scores_are_never_masked() -> None:
@@ -277,7 +277,7 @@ def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> N
     theta = 1 / (1 + np.exp(-0.5))
     seen = set()
     for _ in range(20):
-        gates.steps(1.0)[0].begin(module)
+        gates.training_steps(1.0)[0].begin(module)
         scores.grad = None
         found = module(x)
         found.sum().backward()
@@ -294,10 +294,10 @@ def test_being_unlike_the_others_is_worth_lambda() -> None:
     plan = Plan({"0": 2}, {}, {})
     gates = Gates(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
     module = gates.prepare(torch.nn.Linear(1, 1))
-    penalty = gates.steps(1.0)[0].penalty
+    penalty = gates.training_steps(1.0)[0].penalty
     assert penalty is not None
     assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
-    assert Gates(plan, None, 3.0, 0.0).steps(1.0)[0].penalty is None
+    assert Gates(plan, None, 3.0, 0.0).training_steps(1.0)[0].penalty is None
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
@@ -308,7 +308,7 @@ def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
     gates = Gates(plan, None, 0.0, 0.0)
     gates.prepare(module).train()
     x = torch.randn(4, 1, 8, 8)
-    for turn in gates.steps(1.0):
+    for turn in gates.training_steps(1.0):
         turn.begin(module)
         module(x)
     assert int(module.state_dict()["0.1.num_batches_tracked"]) == 1

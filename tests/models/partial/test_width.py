@@ -31,13 +31,13 @@ def mlp() -> dict[str, np.ndarray]:
 
 
 def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
-    return width.places(MLP_MASKS, model, width.leading(MLP_MASKS, rate))
+    return width.unit_places(MLP_MASKS, model, width.leading_units(MLP_MASKS, rate))
 
 
 def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
     """Two of five neurons: the first two rows of what makes them, the first two columns of what hears them."""
     model = mlp()
-    part = width.cut(model, at_rate(model, 0.4))
+    part = width.cut_tensors(model, at_rate(model, 0.4))
     assert {name: array.shape for name, array in part.items()} == {
         "1.weight": (2, 6),
         "1.bias": (2,),
@@ -52,13 +52,13 @@ def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> No
 @pytest.mark.parametrize(("rate", "units"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (1.0, 5), (0.001, 1)])
 def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate: float, units: int) -> None:
     """0.6 * 5 is 3.0000000000000004 in no machine's favour."""
-    assert width.count(5, rate) == units
+    assert width.unit_count(5, rate) == units
 
 
 def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() -> None:
     """Units 0 and 1 of four with two columns each, then both pinned units' columns."""
     model = {"0.weight": np.zeros((4, 1, 3, 3), np.float32), "2.weight": np.arange(36).reshape(3, 12)}
-    part = width.cut(model, width.places(FLATTENED, model, width.leading(FLATTENED, 0.5)))
+    part = width.cut_tensors(model, width.unit_places(FLATTENED, model, width.leading_units(FLATTENED, 0.5)))
     assert part["0.weight"].shape == (2, 1, 3, 3)
     assert part["2.weight"][0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
@@ -67,7 +67,7 @@ def test_the_strongest_units_are_those_with_the_largest_weights_in_their_own_ord
     """Rows 1 and 3 are made large."""
     model = mlp()
     model["1.weight"][[3, 1]] *= 100
-    assert width.strongest(MLP_MASKS, model, 0.4)["1"].tolist() == [1, 3]
+    assert width.strongest_units(MLP_MASKS, model, 0.4)["1"].tolist() == [1, 3]
 
 
 def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> None:
@@ -75,16 +75,16 @@ def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> N
     model = mlp()
     threes = {name: np.full_like(array, 3) for name, array in model.items()}
     small = at_rate(model, 0.4)
-    ones = {name: np.ones_like(array) for name, array in width.cut(model, small).items()}
-    first = width.add(model, None, ones, small, 3.0)
-    alone = width.close(model, first)
+    ones = {name: np.ones_like(array) for name, array in width.cut_tensors(model, small).items()}
+    first = width.add_entries(model, None, ones, small, 3.0)
+    alone = width.average_entries(model, first)
     assert np.array_equal(alone["1.bias"], [1, 1, *model["1.bias"][2:]])
-    both = width.close(model, width.add(model, first, threes, at_rate(model, 1.0), 1.0))
+    both = width.average_entries(model, width.add_entries(model, first, threes, at_rate(model, 1.0), 1.0))
     assert both["1.bias"].tolist() == [1.5, 1.5, 3, 3, 3]
     assert both["3.weight"][0].tolist() == [1.5, 1.5, 3, 3, 3]
     assert both["3.bias"].tolist() == [1.5] * 3
     assert all(both[name].dtype == model[name].dtype for name in model)
-    assert width.close(model, None).keys() == model.keys()
+    assert width.average_entries(model, None).keys() == model.keys()
 
 
 def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
@@ -92,12 +92,12 @@ def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
     model, total = mlp(), None
     for rate in (0.2, 0.4, 1.0):
         at = at_rate(model, rate)
-        total = width.add(model, total, width.cut(model, at), at, 1.0)
+        total = width.add_entries(model, total, width.cut_tensors(model, at), at, 1.0)
     assert total is not None
-    assert total.weight["1.bias"].value().tolist() == [3, 2, 1, 1, 1]
-    assert total.weight["3.weight"].value().tolist() == [[3, 2, 1, 1, 1]] * 3
-    assert total.weight["3.bias"].value().tolist() == [3, 3, 3]
-    kept = width.close(model, total)
+    assert total.weight["1.bias"].rounded_value().tolist() == [3, 2, 1, 1, 1]
+    assert total.weight["3.weight"].rounded_value().tolist() == [[3, 2, 1, 1, 1]] * 3
+    assert total.weight["3.bias"].rounded_value().tolist() == [3, 3, 3]
+    kept = width.average_entries(model, total)
     assert all(np.allclose(kept[name], model[name]) for name in model)
 
 
@@ -105,10 +105,12 @@ def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
     """The larger of two counts; a device without examples changes nothing."""
     model = {"n": np.array(3), "w": np.ones(2, np.float32)}
     at: width.Places = {"n": (None, None), "w": (None, None)}
-    total = width.add(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 2.0)
-    total = width.add(model, total, {"n": np.array(4), "w": np.zeros(2, np.float32)}, at, 2.0)
-    assert width.close(model, total)["n"] == 9
-    idle = width.close(model, width.add(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 0.0))
+    total = width.add_entries(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 2.0)
+    total = width.add_entries(model, total, {"n": np.array(4), "w": np.zeros(2, np.float32)}, at, 2.0)
+    assert width.average_entries(model, total)["n"] == 9
+    idle = width.average_entries(
+        model, width.add_entries(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 0.0)
+    )
     assert idle["w"].tolist() == [1, 1]
     assert idle["n"] == 3
 
@@ -117,23 +119,23 @@ def test_a_part_that_nobody_was_sent_is_refused() -> None:
     """Another width, a missing tensor, and a value that is not finite."""
     model = mlp()
     cuts = [at_rate(model, rate) for rate in (0.2, 1.0)]
-    odd = width.cut(model, at_rate(model, 0.6))
+    odd = width.cut_tensors(model, at_rate(model, 0.6))
     with pytest.raises(UpdateError, match="none of the sub-models"):
-        width.recognise(model, odd, cuts)
+        width.recognise_cut(model, odd, cuts)
     with pytest.raises(UpdateError, match="names differ"):
-        width.add(model, None, {}, cuts[0], 1.0)
-    bad = width.cut(model, cuts[0])
+        width.add_entries(model, None, {}, cuts[0], 1.0)
+    bad = width.cut_tensors(model, cuts[0])
     bad["1.bias"][0] = np.nan
     with pytest.raises(UpdateError, match="not finite"):
-        width.add(model, None, bad, width.recognise(model, bad, cuts), 1.0)
+        width.add_entries(model, None, bad, width.recognise_cut(model, bad, cuts), 1.0)
 
 
 def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_where_it_is_not_known() -> None:
     """512 MB, 1, 3 and 8 GB, and nothing said."""
     values = ("a", "b", "c", "d", "e")
     budgets = (512 * 10**6, 10**9, 3 * 10**9, 8 * 10**9)
-    assert [width.by_tier(budgeted(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
-    assert width.by_tier(None, values) == "a"
+    assert [width.select_by_tier(budgeted(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
+    assert width.select_by_tier(None, values) == "a"
 
 
 # -- by depth -------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     body = body_of(table, 2)
     part = registry.build(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
-    part = stages.first_stages(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
+    part = stages.keep_first_stages(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     x = torch.rand(3, 1, 8, 8)
@@ -234,7 +236,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     whole(x)
     start = {key: model[key] for key in body.stages[0].names}
     part = registry.build(table).eval()
-    part = stages.first_stages(part, start, (behind,), lambda told, scores: told[0], whole=False)
+    part = stages.keep_first_stages(part, start, (behind,), lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     wanted = heard[0].mean(dim=(2, 3)) if heard[0].ndim > 2 else heard[0]
@@ -257,7 +259,7 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
     rows = [Entry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model]
     body = depth.split_stages(model, 2, Register(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
-    part = stages.first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
+    part = stages.keep_first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):
         part(torch.rand(2, 4))
 
@@ -279,8 +281,8 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
     whole = registry.build(table).eval()
     plan = trace.trace_plan(whole)
     model = {key: value.numpy().copy() for key, value in whole.state_dict().items()}
-    at = width.places(plan, model, width.leading(plan, 0.5))
-    part = width.cut(model, at)
+    at = width.unit_places(plan, model, width.leading_units(plan, 0.5))
+    part = width.cut_tensors(model, at)
     narrow = width.shrink_module(registry.build(table), part, scaled=False).eval()
     narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
     silenced = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
@@ -310,7 +312,7 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
     whole = registry.build(table)
     plan = trace.trace_plan(whole)
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
-    part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
+    part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
     outcomes = []
     for scaled in (True, False):
         narrow = width.shrink_module(registry.build(table), part, scaled=scaled).eval()
@@ -331,7 +333,7 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
 
     whole = network()
     plan, model = trace.trace_plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
-    part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
+    part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
     narrow = width.shrink_module(network(), part, scaled=False)
     assert narrow[1].num_features == 3
     assert narrow(torch.ones(2, 4)).shape == (2, 3)

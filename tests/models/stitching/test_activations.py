@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(7, 2, 3, 3)).astype(np.float32)
 def stack(where: str, folder: Path) -> Stack:
     made = InMemory(X.shape) if where == "memory" else InFile(X.shape, folder)
     for part in (X[:3], X[3:4], X[4:]):
-        made.put(part)
+        made.append(part)
     return made
 
 
@@ -29,8 +29,8 @@ def stack(where: str, folder: Path) -> Stack:
 def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: int, tmp_path: Path) -> None:
     """Across the pieces that it was put in, bit for bit."""
     made = stack(where, tmp_path)
-    assert np.array_equal(made.rows(first, last), X[first:last])
-    assert np.array_equal(made.columns(first, last, 5), X.reshape(7, -1)[:5, first:last])
+    assert np.array_equal(made.read_examples(first, last), X[first:last])
+    assert np.array_equal(made.read_features(first, last, 5), X.reshape(7, -1)[:5, first:last])
     assert made.nbytes == X.nbytes
 
 
@@ -46,7 +46,7 @@ def test_whole_examples_are_one_read_of_the_file(
         return read(file, into, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert np.array_equal(made.columns(0, last, 5), X.reshape(7, -1)[:5, :last])
+    assert np.array_equal(made.read_features(0, last, 5), X.reshape(7, -1)[:5, :last])
     assert len(sizes) == reads
 
 
@@ -60,13 +60,13 @@ def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     found = InFile.open(tmp_path / "kept", X.shape)
     assert found is not None
-    assert np.array_equal(found.rows(0, 7), X)
+    assert np.array_equal(found.read_examples(0, 7), X)
     assert InFile.open(tmp_path / "kept", (8, 2, 3, 3)) is None
     assert InFile.open(tmp_path / "absent", X.shape) is None
     os.truncate(tmp_path / "kept", 100)
     assert InFile.open(tmp_path / "kept", X.shape) is None
     with pytest.raises(StoreError, match="cut short"):
-        found.rows(0, 7)
+        found.read_examples(0, 7)
 
 
 def open_in(folder: Path) -> list[str]:
@@ -99,8 +99,8 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(StoreError, match="No space left on device; free some space"):
         stack("file", tmp_path)
     with pytest.raises(StoreError, match="free some space"):
-        shelf.keep("needed", stack("memory", tmp_path), spare=False)
-    shelf.keep("spared", stack("memory", tmp_path), spare=True)
+        shelf.store("needed", stack("memory", tmp_path), spare=False)
+    shelf.store("spared", stack("memory", tmp_path), spare=True)
     assert shelf.find("needed", X.shape) is shelf.find("spared", X.shape) is None
 
 
@@ -109,18 +109,18 @@ def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "part-left").write_bytes(b"x")
     shelf = Shelf(tmp_path, 2 * X.nbytes, 0)
     assert not list(tmp_path.iterdir())
-    first, second, third = (shelf.make(X.shape) for _ in range(3))
+    first, second, third = (shelf.make_stack(X.shape) for _ in range(3))
     assert [type(each) for each in (first, second, third)] == [InMemory, InMemory, InFile]
     del first
     gc.collect()
-    assert isinstance(shelf.make(X.shape), InMemory)
+    assert isinstance(shelf.make_stack(X.shape), InMemory)
 
 
 def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever wanted it computes it anew; it is named."""
     shelf = Shelf(tmp_path, 10**6, 10**6)
     for at in (0, -1, -5):  # the first example, the checksum and the last example
-        shelf.keep("target", InMemory.of(X), spare=False)
+        shelf.store("target", InMemory.from_array(X), spare=False)
         whole = bytearray((tmp_path / "target").read_bytes())
         whole[at] ^= 16
         (tmp_path / "target").write_bytes(whole)
@@ -132,15 +132,17 @@ def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytes
 def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
     """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
     shelf = Shelf(tmp_path, 10**6, 2 * X.nbytes)
-    shelf.keep("target", InMemory.of(X), spare=False)
+    shelf.store("target", InMemory.from_array(X), spare=False)
     for name, age in (("a", 300), ("b", 200)):
-        shelf.keep(name, InMemory.of(X), spare=True)
+        shelf.store(name, InMemory.from_array(X), spare=True)
         path = tmp_path / f"{name}.spare"
         os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
     assert shelf.find("a", X.shape) is not None
-    shelf.keep("c", InMemory.of(X), spare=True)
+    shelf.store("c", InMemory.from_array(X), spare=True)
     assert [shelf.find(name, X.shape) is not None for name in ("a", "b", "c", "target")] == [True, False, True, True]
-    shelf.keep("wide", InMemory.of(np.concatenate([X, X, X])), spare=True)  # would never fit: nothing goes for it
+    shelf.store(
+        "wide", InMemory.from_array(np.concatenate([X, X, X])), spare=True
+    )  # would never fit: nothing goes for it
     assert [shelf.find(name, X.shape) is not None for name in ("a", "c", "target")] == [True, True, True]
 
 
@@ -151,4 +153,4 @@ def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
     part = Part(doubled, 2, 6)
     assert part.shape == (4, 1, 3, 3)
     assert part.example_bytes == 5
-    assert np.array_equal(part.rows(1, 3), 2 * X[3:5, :1])
+    assert np.array_equal(part.read_examples(1, 3), 2 * X[3:5, :1])

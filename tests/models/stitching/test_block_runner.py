@@ -61,7 +61,9 @@ WHOLE = np.concatenate([X.reshape(10, 3, 3, 2, 3, 2).mean(axis=(3, 5)).reshape(1
 def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flow, Runner, list[float]]:
     runner, seen = Runner(size, room_bytes), list[float]()
     nobody = Examples(X[:0], np.zeros(0, np.int64))
-    site = Site("d", 1 << 20, runner, tensors.rng(0), nobody, nobody, {}, lambda name: {}, Path, folder, seen.append)
+    site = Site(
+        "d", 1 << 20, runner, tensors.seeded_rng(0), nobody, nobody, {}, lambda name: {}, Path, folder, seen.append
+    )
     return Flow(site, [TILED], 100.0), runner, seen
 
 
@@ -70,9 +72,9 @@ def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flo
 def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
     """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
     run, runner, seen = flowing(tmp_path, size, room_bytes)
-    made = run.block(TILED, InMemory.of(X))
+    made = run.run_block(TILED, InMemory.from_array(X))
     assert isinstance(made, InMemory if room_bytes else InFile)
-    np.testing.assert_allclose(made.rows(0, 10), WHOLE, atol=1e-5)
+    np.testing.assert_allclose(made.read_examples(0, 10), WHOLE, atol=1e-5)
     order = [name for name, _ in runner.runs]
     assert order == sorted(order)  # pool, tile0, tile1, tile2
     assert seen == sorted(seen)
@@ -84,15 +86,15 @@ def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_sho
 ) -> None:
     """Ten pooled maps between two stages count as the stacks do that a block leaves."""
     run, _, _ = flowing(tmp_path, 4, 0)
-    shapes, make = [], run.shelf.make
+    shapes, make = [], run.shelf.make_stack
 
     def seen(shape: tuple[int, ...]) -> Stack:
         found = make(shape)
         shapes.append((shape, type(found)))
         return found
 
-    monkeypatch.setattr(run.shelf, "make", seen)
-    run.block(TILED, InMemory.of(X))
+    monkeypatch.setattr(run.shelf, "make_stack", seen)
+    run.run_block(TILED, InMemory.from_array(X))
     assert sorted(shapes) == [((10, 12), InFile), ((10, 27), InFile)]
 
 
@@ -101,18 +103,18 @@ def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes: int, k
     """A megabyte of room beside a session: stacks get a sixth of it, or nothing where a task's matrices want it all."""
     _, runner, _ = flowing(tmp_path, 4, footprint.SESSION_BYTES + (1 << 20))
     nobody = Examples(X[:0], np.zeros(0, np.int64))
-    site = Site("d", 1 << 20, runner, tensors.rng(0), nobody, nobody, {}, lambda name: {}, Path, tmp_path)
+    site = Site("d", 1 << 20, runner, tensors.seeded_rng(0), nobody, nobody, {}, lambda name: {}, Path, tmp_path)
     run = Flow(site, [TILED], 1.0, matrices_bytes=matrices_bytes and matrices_bytes + footprint.SESSION_BYTES)
-    assert isinstance(run.shelf.make((10, 12)), kind)
+    assert isinstance(run.shelf.make_stack((10, 12)), kind)
 
 
 def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """First three examples, then the rest, into the same stack."""
     run, runner, _ = flowing(tmp_path)
-    made = run.shelf.make((10, 12))
-    run.block(TILED, InMemory.of(X), 0, 3, made)
-    run.block(TILED, InMemory.of(X), 3, 10, made)
-    np.testing.assert_allclose(made.rows(0, 10), WHOLE, atol=1e-5)
+    made = run.shelf.make_stack((10, 12))
+    run.run_block(TILED, InMemory.from_array(X), 0, 3, made)
+    run.run_block(TILED, InMemory.from_array(X), 3, 10, made)
+    np.testing.assert_allclose(made.read_examples(0, 10), WHOLE, atol=1e-5)
     assert sum(n for name, n in runner.runs if name == "pool") == 10
 
 
@@ -121,11 +123,13 @@ def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -
     path, rows = [block(i, (f"plus{i}",)) for i in range(3)], np.arange(10)
     for length, ran in ((2, ["plus0", "plus1"]), (3, ["plus2"]), (3, [])):
         run, runner, _ = flowing(tmp_path, 64)
-        found = run.along(path[:length], [None] * length, InMemory.of(X), block_runner.Kept(run, rows, length))
-        assert np.array_equal(found.rows(0, 10), X + 1 + 1 + (length == 3))
+        found = run.run_path(
+            path[:length], [None] * length, InMemory.from_array(X), block_runner.Kept(run, rows, length)
+        )
+        assert np.array_equal(found.read_examples(0, 10), X + 1 + 1 + (length == 3))
         assert [name for name, _ in runner.runs] == ran
     run, runner, _ = flowing(tmp_path, 64)
-    run.along(path, [None] * 3, InMemory.of(X), block_runner.Kept(run, rows[::-1].copy(), 3))
+    run.run_path(path, [None] * 3, InMemory.from_array(X), block_runner.Kept(run, rows[::-1].copy(), 3))
     assert len(runner.runs) == 3
 
 
@@ -137,28 +141,29 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
         "weights": DRAWS.normal(size=(5, 3)).astype(np.float32),
         "bias": DRAWS.normal(size=5).astype(np.float32),
     }
-    source = block_runner.joined(InMemory.of(X), junction, after)
+    source = block_runner.apply_junction(InMemory.from_array(X), junction, after)
     assert source.shape == (10, 5, size, size)
-    np.testing.assert_allclose(source.rows(2, 5), stitched.join(X, junction, after)[2:5], rtol=1e-6)
-    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], images.resize(X, size, size))
-    np.testing.assert_allclose(source.rows(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
+    np.testing.assert_allclose(source.read_examples(2, 5), stitched.apply_junction(X, junction, after)[2:5], rtol=1e-6)
+    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], images.resize_maps(X, size, size))
+    np.testing.assert_allclose(source.read_examples(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
     assert np.array_equal(
-        block_runner.resized(InMemory.of(X), size, size).rows(1, 3), images.resize(X[1:3], size, size)
+        block_runner.resize_maps(InMemory.from_array(X), size, size).read_examples(1, 3),
+        images.resize_maps(X[1:3], size, size),
     )
 
 
 @pytest.mark.parametrize("wanted", [1, 17, 360, 999])
 def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """None twice, the same at every call; their channels are those of the maps, a few images at a time."""
-    found = block_runner.positions(10, (3, 6, 6), wanted)
+    found = block_runner.draw_positions(10, (3, 6, 6), wanted)
     assert len(found) == min(wanted, 360)
     assert (np.diff(found) > 0).all()
     assert found[0] >= 0
     assert found[-1] < 360
-    assert np.array_equal(found, block_runner.positions(10, (9, 6, 6), wanted))
+    assert np.array_equal(found, block_runner.draw_positions(10, (9, 6, 6), wanted))
     monkeypatch.setattr(block_runner, "PIECE_BYTES", 3 * X[0].nbytes)
     rows = X.transpose(0, 2, 3, 1).reshape(360, 3)
-    assert np.array_equal(block_runner.sample(InMemory.of(X), found), rows[found])
+    assert np.array_equal(block_runner.sample_vectors(InMemory.from_array(X), found), rows[found])
 
 
 def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
@@ -167,19 +172,19 @@ def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
     wanted: inputs.Table = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
     source = block_runner.Prepared(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
-    assert np.array_equal(source.rows(1, 4), images.prepare(stored, wanted)[1:4])
+    assert np.array_equal(source.read_examples(1, 4), images.prepare_images(stored, wanted)[1:4])
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
 def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, size: int) -> None:
     """Maps are resized one axis after the other: what lies between counts too."""
     maps = InFile((1, 16, 32, 32), tmp_path)
-    maps.put(DRAWS.normal(size=maps.shape))
+    maps.append(DRAWS.normal(size=maps.shape))
     junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
-    source = block_runner.joined(maps, junction, replace(TILED, in_shape=(8, size, size)))
-    source.rows(0, 1)  # what is made once, such as the matrices of the resize
+    source = block_runner.apply_junction(maps, junction, replace(TILED, in_shape=(8, size, size)))
+    source.read_examples(0, 1)  # what is made once, such as the matrices of the resize
     tracemalloc.start()
-    made = source.rows(0, 1)
+    made = source.read_examples(0, 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes <= source.example_bytes + made.nbytes + OBJECTS_BYTES
@@ -192,15 +197,15 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(
     """Bit by bit what all channels at once give, also of a part of the examples; a whole map is never in memory."""
     values = DRAWS.normal(size=(3, 64, 32, 32)).astype(np.float32)
     maps = InFile(values.shape, tmp_path)
-    maps.put(values)
+    maps.append(values)
     monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
-    for whole in (maps, InMemory.of(values)):
-        source = block_runner.resized(Part(whole, 1, 3), size, size)
-        assert np.array_equal(source.rows(0, 2), images.resize(values[1:3], size, size))
-        assert np.array_equal(source.channels(slice(1, 2), slice(5, 50)), source.rows(1, 2)[:, 5:50])
-    source = block_runner.resized(maps, size, size)
+    for whole in (maps, InMemory.from_array(values)):
+        source = block_runner.resize_maps(Part(whole, 1, 3), size, size)
+        assert np.array_equal(source.read_examples(0, 2), images.resize_maps(values[1:3], size, size))
+        assert np.array_equal(source.read_channels(slice(1, 2), slice(5, 50)), source.read_examples(1, 2)[:, 5:50])
+    source = block_runner.resize_maps(maps, size, size)
     tracemalloc.start()
-    made = source.rows(0, 1)
+    made = source.read_examples(0, 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes <= made.nbytes + min(source.example_bytes, values[0].nbytes / 4) + OBJECTS_BYTES
@@ -209,10 +214,12 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(
 def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row() -> None:
     """Maps (n, c, l) and (n, c, 1, l) give the same channels at the same positions, whatever the pieces."""
     series = DRAWS.normal(size=(10, 3, 9)).astype(np.float32)
-    chosen = block_runner.positions(10, (3, 9), 40)
-    assert np.array_equal(chosen, block_runner.positions(10, (3, 1, 9), 40))
-    sampled = block_runner.sample(InMemory.of(series), chosen)
-    assert np.array_equal(sampled, block_runner.sample(InMemory.of(series[:, :, None]), chosen))
-    longer = block_runner.resized(InMemory.of(series), 12)
+    chosen = block_runner.draw_positions(10, (3, 9), 40)
+    assert np.array_equal(chosen, block_runner.draw_positions(10, (3, 1, 9), 40))
+    sampled = block_runner.sample_vectors(InMemory.from_array(series), chosen)
+    assert np.array_equal(sampled, block_runner.sample_vectors(InMemory.from_array(series[:, :, None]), chosen))
+    longer = block_runner.resize_maps(InMemory.from_array(series), 12)
     assert longer.shape == (10, 3, 12)
-    np.testing.assert_allclose(longer.rows(2, 5), images.resize(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(
+        longer.read_examples(2, 5), images.resize_maps(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6
+    )

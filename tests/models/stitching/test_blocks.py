@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402
 
 from fedquilt.models.networks import onnx_file, registry  # noqa: E402
 from fedquilt.models.stitching import blocks  # noqa: E402
-from fedquilt.torchvision_compat import torchvision  # noqa: E402
+from fedquilt.torchvision_compat import import_torchvision  # noqa: E402
 
 PAPER = {"alexnet": 6, "densenet121": 6, "mobilenet_v2": 20, "resnet50": 6, "vgg16": 14}
 
@@ -46,7 +46,7 @@ def test_running_the_blocks_in_order_is_running_the_network(
     """
     monkeypatch.setattr(blocks, "TILE_BYTES", 500_000)
     donor = _lively(registry.build({"name": name, "classes": 10}))
-    parts = blocks.split(donor, "donor", (3, size, size), architecture=name.removeprefix("torchvision/"))
+    parts = blocks.split_donor(donor, "donor", (3, size, size), architecture=name.removeprefix("torchvision/"))
     assert len(parts) == count
     assert [part.kind for part in parts] == ["start"] + ["middle"] * (count - 2) + ["end"]
     assert all(len(part.out_shape) == 3 for part in parts[:-1])
@@ -56,7 +56,7 @@ def test_running_the_blocks_in_order_is_running_the_network(
         wanted = donor(torch.from_numpy(x)).numpy()
     tiles = {}
     for part in parts:
-        made = blocks.export(part)
+        made = blocks.export_block(part)
         tiles[part.index] = max(len(stage) for stage in made)
         x = run(made, x, tmp_path)
         assert x.shape[1:] == part.out_shape
@@ -67,12 +67,12 @@ def test_running_the_blocks_in_order_is_running_the_network(
 
 
 def _convnext() -> nn.Module:
-    convnext = torchvision().models.convnext
+    convnext = import_torchvision().models.convnext
     return convnext.ConvNeXt([convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)], num_classes=10)
 
 
 def _swin(version: int) -> nn.Module:
-    swin = torchvision().models.swin_transformer
+    swin = import_torchvision().models.swin_transformer
     first = {"block": swin.SwinTransformerBlock, "downsample_layer": swin.PatchMerging}
     second = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
     sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": [4, 4]}
@@ -89,28 +89,28 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
 ) -> None:
     """Small ones of torchvision's own code: shifted windows are written as slices, ranges and scatters of sizes."""
     donor = _lively(make())
-    parts = blocks.split(donor, "donor", (3, size, size))
+    parts = blocks.split_donor(donor, "donor", (3, size, size))
     assert len(parts) == count
     x = np.random.default_rng(0).normal(size=(3, 3, size, size)).astype(np.float32)
     with torch.no_grad():
         wanted = donor(torch.from_numpy(x)).numpy()
     for part in parts:
-        x = run(blocks.export(part), x, tmp_path)
+        x = run(blocks.export_block(part), x, tmp_path)
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
 def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
     """As one graph it is permitted, and does the same."""
     sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-    donor = torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
-    assert len(blocks.split(donor, "d", (3, 32, 32))) == 4
+    donor = import_torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
+    assert len(blocks.split_donor(donor, "d", (3, 32, 32))) == 4
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 3, 32, 32)).astype(np.float32))
     nn.init.normal_(donor.heads.head.weight)  # torchvision's first head says 0 to everything
     with torch.no_grad():
         wanted = donor(x).numpy()
-    graph = onnx_file.traced(donor, (3, 32, 32), "vit", "").SerializeToString()
+    graph = onnx_file.trace_to_onnx(donor, (3, 32, 32), "vit", "").SerializeToString()
     assert torch.backends.mha.get_fastpath_enabled()
-    assert graph_check.of_bytes(graph).nodes > 50
+    assert graph_check.check_bytes(graph).nodes > 50
     found = run_graph(blocks.Graph(graph, None, 0, 0), x.numpy(), tmp_path)
     np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
@@ -119,14 +119,14 @@ def test_the_average_pool_is_at_the_head_of_the_terminating_block() -> None:
     """Of squares that are 2 x 2 before the pool, none is pooled away in a middle block."""
     for name in ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121"):
         donor = registry.build({"name": f"torchvision/{name}"})
-        last = blocks.split(donor, name, (3, 64, 64), architecture=name)[-1]
+        last = blocks.split_donor(donor, name, (3, 64, 64), architecture=name)[-1]
         assert last.in_shape[1:] == (2, 2)
 
 
 def test_costs_of_a_block_are_those_of_its_operations() -> None:
     """conv 1 -> 2, 3 x 3 on 4 x 4: 2*2*9*16 FLOPs; input 16 + output 32 values alive together, the ReLU in place."""
-    start, end = blocks.split(_two_blocks(), "d", (1, 4, 4))
-    ((graph,),) = blocks.export(start)
+    start, end = blocks.split_donor(_two_blocks(), "d", (1, 4, 4))
+    ((graph,),) = blocks.export_block(start)
     assert (start.flops, graph.activation_bytes) == (576.0, 4 * (16 + 32))
     assert (end.in_shape, end.out_shape, end.flops) == ((2, 4, 4), (3,), 12.0)
 
@@ -134,12 +134,12 @@ def test_costs_of_a_block_are_those_of_its_operations() -> None:
 def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> None:
     """What runs between the named modules and the next belongs to the next block."""
     donor = _lively(registry.build({"name": "resnet20-cifar"}))
-    parts = blocks.split(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
+    parts = blocks.split_donor(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
     assert [part.out_shape for part in parts] == [(16, 32, 32), (32, 16, 16), (10,)]
     x = torch.randn(2, 3, 32, 32)
     y = x.numpy()
     for part in parts:
-        y = run(blocks.export(part), y, tmp_path)
+        y = run(blocks.export_block(part), y, tmp_path)
     with torch.no_grad():
         np.testing.assert_allclose(y, donor(x), atol=1e-3)
 
@@ -156,25 +156,25 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> N
 def test_a_cut_that_cannot_be_made_is_named(cuts: list[str], message: str) -> None:
     """Unknown, inside a branch, past the maps, out of order."""
     with pytest.raises(ModelError, match=message):
-        blocks.split(registry.build({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
+        blocks.split_donor(registry.build({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
 
 
 def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path) -> None:
     """Maps (channels, steps) between blocks; before the transposition that follows the input nothing can be cut."""
     donor = _lively(registry.build({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
-    parts = blocks.split(donor, "donor", (20, 3))
+    parts = blocks.split_donor(donor, "donor", (20, 3))
     assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
     x = np.random.default_rng(0).normal(size=(3, 20, 3)).astype(np.float32)
     with torch.no_grad():
         wanted = donor(torch.from_numpy(x)).numpy()
     for part in parts:
-        x = run(blocks.export(part), x, tmp_path)
+        x = run(blocks.export_block(part), x, tmp_path)
         assert x.shape[1:] == part.out_shape
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max())
     with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
-        blocks.split(donor, "donor", (20, 3), cuts=["layers.9"])
+        blocks.split_donor(donor, "donor", (20, 3), cuts=["layers.9"])
     with pytest.raises(ModelError, match="does not take time series of 20 x 4"):
-        blocks.split(donor, "donor", (20, 4))
+        blocks.split_donor(donor, "donor", (20, 4))
 
 
 class Swapped(nn.Module):
@@ -194,7 +194,7 @@ class Swapped(nn.Module):
 def test_values_that_are_channels_last_are_handed_on_transposed(cut: str) -> None:
     """After the normalisation they are (n, steps, channels): as they are, they would be noise to another donor."""
     donor = Swapped().eval()
-    parts = blocks.split(donor, "donor", (20, 3), cuts=[cut])
+    parts = blocks.split_donor(donor, "donor", (20, 3), cuts=[cut])
     assert [(part.in_shape, part.out_shape) for part in parts] == [((20, 3), (4, 18)), ((4, 18), (2,))]
     x = torch.randn(5, 20, 3)
     with torch.no_grad():
@@ -233,13 +233,15 @@ class Branching(nn.Module):
 def test_a_donor_that_cannot_be_split_says_why(donor: nn.Module, shape: tuple, message: str) -> None:
     """One error that names the donor and the mend."""
     with pytest.raises(ModelError, match=message):
-        blocks.split(donor, "own", shape)
+        blocks.split_donor(donor, "own", shape)
 
 
 def test_weights_lie_in_one_file_named_by_its_content() -> None:
     """The graph holds no large tensor, and calls the file by its sha256; a small block is all in the graph."""
-    donors = (registry.load({"name": "plain", "channels": 1, "classes": 2, "width": width}) for width in (16, 4))
-    large, small = (only(blocks.export(blocks.split(donor, "d", (1, 28, 28))[2])) for donor in donors)
+    donors = (
+        registry.load_network({"name": "plain", "channels": 1, "classes": 2, "width": width}) for width in (16, 4)
+    )
+    large, small = (only(blocks.export_block(blocks.split_donor(donor, "d", (1, 28, 28))[2])) for donor in donors)
     assert large.data is not None
     model = onnx.load_from_string(large.graph)
     external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
@@ -258,8 +260,10 @@ def test_exporting_twice_gives_the_same_bytes_that_old_runtimes_read(
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     first, again = (
         [
-            blocks.export(b)
-            for b in blocks.split(registry.load({"name": "residual", "channels": 1, "classes": 3}), "d", (1, 28, 28))
+            blocks.export_block(b)
+            for b in blocks.split_donor(
+                registry.load_network({"name": "residual", "channels": 1, "classes": 3}), "d", (1, 28, 28)
+            )
         ]
         for _ in range(2)
     )
@@ -304,13 +308,13 @@ def test_a_transformer_splits_before_each_of_its_layers(
 ) -> None:
     """Its tokens are maps (channels, tokens) between blocks, which together are the network, in torch and in ONNX."""
     if str(network["name"]).startswith("torchvision/"):
-        torchvision()
+        import_torchvision()
     torch.manual_seed(0)
     model = registry.build(network).eval()
     with torch.no_grad():
         for value in model.parameters():  # torchvision's classifier begins with zeros
             value.add_(0.02 * torch.randn_like(value))
-    parts = blocks.split(model, "v", shape, architecture=str(network["name"]).partition("torchvision/")[2])
+    parts = blocks.split_donor(model, "v", shape, architecture=str(network["name"]).partition("torchvision/")[2])
     layers = 12 if width == 768 else 3
     tokens = 197 if width == 768 else 16
     assert [part.out_shape for part in parts[:-1]] == [(width, tokens)] * (1 + layers)
@@ -326,7 +330,7 @@ def test_a_transformer_splits_before_each_of_its_layers(
         for part in parts:
             value = part.module(value)
     torch.testing.assert_close(value, wanted)
-    made = blocks.export(parts[1])
+    made = blocks.export_block(parts[1])
     assert made[0][0].activation_bytes > 4 * 2 * width * tokens
     maps = np.random.default_rng(0).normal(size=(3, width, tokens)).astype(np.float32)
     with torch.no_grad():

@@ -59,7 +59,7 @@ def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
     """At most 38 numbers of weights: 2 rows of 12 with their biases or 3 without, 5 of 4. `most`: a stage's largest."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 38)
     end = _end(*layers)
-    made = blocks.export(end)
+    made = blocks.export_block(end)
     assert [len(stage) for stage in made] == tiles
     assert [max(graph.weight_bytes for graph in stage) for stage in made] == [4 * number for number in most]
     for graph in graphs_of([made]):
@@ -85,7 +85,7 @@ def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
     """A sum with the layer's own input needs both; tiles of maps (n, positions, channels) are no neighbours."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 27)
     end = _end(*layers)
-    made = blocks.export(end)
+    made = blocks.export_block(end)
     assert [len(stage) for stage in made] == [1] * len(made)
     assert max(graph.weight_bytes for graph in graphs_of([made])) > 4 * 27
     x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
@@ -102,7 +102,7 @@ def test_a_chain_of_layers_is_cut_where_one_value_goes_on(
     """Three layers of 156 numbers, each with its input added to its output: as many together as are allowed."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * most)
     end = _end(*(Around() for _ in range(3)))
-    made = blocks.export(end)
+    made = blocks.export_block(end)
     assert [[graph.weight_bytes for graph in stage] for stage in made] == [[4 * each] for each in held]
     x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None
     Alive at once: the maps and as many numbers flattened; 12 and 2; 4, 4 and 2 (the input is the caller's).
     """
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
-    made = blocks.export(_end(nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)))
+    made = blocks.export_block(_end(nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)))
     assert [_facts(graph) for graph in graphs_of([made])] == [
         ([3, 2, 2], [12], 4 * 24, 0),
         ([12], [2], 4 * 14, 4 * 26),
@@ -127,7 +127,7 @@ def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_row_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of a row of 12 and its bias, although 5 numbers are allowed."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 5)
-    assert [[graph.weight_bytes for graph in stage] for stage in blocks.export(_end(nn.Linear(12, 2)))] == [
+    assert [[graph.weight_bytes for graph in stage] for stage in blocks.export_block(_end(nn.Linear(12, 2)))] == [
         [0],
         [52] * 2,
     ]
@@ -140,7 +140,7 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatc
     for layer in (large, small):
         nn.init.zeros_(layer.bias)
     end = _end(large, nn.ReLU(), small)
-    made = blocks.export(end)
+    made = blocks.export_block(end)
     assert [[graph.weight_bytes for graph in stage] for stage in made] == [[0], [104, 104], [80]]
     x = np.ones((2, 3, 2, 2), np.float32)
     with torch.no_grad():
@@ -149,7 +149,9 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatc
 
 def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() -> None:
     """Pool and flatten, 9216 -> 4096 (151 MB), ReLU, 4096 -> 4096 (67 MB), then ReLU and 4096 -> 1000 (16 MB)."""
-    made = blocks.export(blocks.split(registry.build({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1])
+    made = blocks.export_block(
+        blocks.split_donor(registry.build({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1]
+    )
     assert [len(stage) for stage in made] == [1, 5, 1, 3, 1]
     assert max(graph.weight_bytes for graph in graphs_of([made])) <= blocks.TILE_BYTES
 
@@ -158,7 +160,7 @@ def _end(*layers: nn.Module) -> blocks.Block:
     """The terminating block of a donor: 3 maps of 2 x 2, flattened, then these layers."""
     torch.manual_seed(0)
     donor = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(), *layers)
-    return blocks.split(donor, "d", (1, 2, 2), cuts=["0"])[-1]
+    return blocks.split_donor(donor, "d", (1, 2, 2), cuts=["0"])[-1]
 
 
 def _facts(graph: blocks.Graph) -> tuple[list[int], list[int], int, int]:

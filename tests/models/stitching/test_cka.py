@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("estimator", ["unbiased", "biased"])
 
 
 def score(x: np.ndarray, y: np.ndarray, estimator: cka.Estimator = "unbiased") -> float:
-    return cka.cka(cka.gram(x), cka.gram(y), estimator).value
+    return cka.cka(cka.gram_matrix(x), cka.gram_matrix(y), estimator).value
 
 
 @BOTH
@@ -44,7 +44,7 @@ def test_the_unbiased_hsic_is_songs_estimator() -> None:
     np.fill_diagonal(l, 0)
     n = len(k)
     song = np.trace(k @ l) + k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ l).sum()
-    assert cka.hsic(cka.gram(X), cka.gram(Y)) == pytest.approx(song, rel=1e-10)
+    assert cka.hsic(cka.gram_matrix(X), cka.gram_matrix(Y)) == pytest.approx(song, rel=1e-10)
 
 
 @BOTH
@@ -61,7 +61,7 @@ def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator: cka
     shifted = (X + 1000.0).astype(np.float32)
     assert score(shifted, Y, estimator) == pytest.approx(score(X, Y, estimator), abs=1e-4)
     late = shifted @ shifted.T  # the Gram matrix first, in float32, has lost them
-    assert abs(cka.cka(late, cka.gram(Y), estimator).value - score(X, Y, estimator)) > 1e-3
+    assert abs(cka.cka(late, cka.gram_matrix(Y), estimator).value - score(X, Y, estimator)) > 1e-3
 
 
 @BOTH
@@ -78,15 +78,15 @@ def test_dead_features_change_nothing_and_duplicates_count_twice(estimator: cka.
 @pytest.mark.parametrize("constant", [np.full((32, 5), 0.1), np.full((32, 5), np.float32(1e6)), np.zeros((32, 1))])
 def test_features_that_do_not_vary_score_zero_and_are_flagged(constant: np.ndarray, estimator: cka.Estimator) -> None:
     """Never NaN, never the rounding's own CKA."""
-    assert cka.cka(cka.gram(constant), cka.gram(X), estimator) == (0.0, False)
-    assert cka.cka(cka.gram(X), cka.gram(constant), estimator) == (0.0, False)
+    assert cka.cka(cka.gram_matrix(constant), cka.gram_matrix(X), estimator) == (0.0, False)
+    assert cka.cka(cka.gram_matrix(X), cka.gram_matrix(constant), estimator) == (0.0, False)
 
 
 def test_one_odd_image_is_no_variation_to_the_unbiased_estimator() -> None:
     """Its Gram matrix off the diagonal is constant: U-centring leaves nothing but rounding."""
     odd = np.zeros((16, 3))
     odd[0] = 1.0
-    assert cka.cka(cka.gram(odd), cka.gram(X[:16])) == (0.0, False)
+    assert cka.cka(cka.gram_matrix(odd), cka.gram_matrix(X[:16])) == (0.0, False)
 
 
 @pytest.mark.parametrize(("features", "biased"), [(64, 0.50), (512, 0.89), (4096, 0.985)])
@@ -104,7 +104,7 @@ def test_four_images_suffice_and_three_do_not() -> None:
     with pytest.raises(ValueError, match="at least 4"):
         score(X[:3], Y[:3])
     with pytest.raises(ValueError, match="same images"):
-        cka.cka(cka.gram(X), cka.gram(Y[:8]))
+        cka.cka(cka.gram_matrix(X), cka.gram_matrix(Y[:8]))
 
 
 def test_maps_become_rows_in_three_ways() -> None:
@@ -112,23 +112,23 @@ def test_maps_become_rows_in_three_ways() -> None:
     maps = RNG.normal(size=(5, 3, 4, 6)).astype(np.float32)
     means = maps.mean(axis=(2, 3), dtype=np.float64)
     cells = maps.reshape(5, 3, 2, 2, 2, 3).mean(axis=(3, 5), dtype=np.float64).transpose(0, 2, 3, 1).reshape(20, 3)
-    assert np.allclose(cka.gram(maps), cka.gram(maps.reshape(5, 72)))
-    assert np.allclose(cka.gram(maps, "gap"), cka.gram(means))
-    assert np.allclose(cka.gram(maps, "position"), cka.gram(cells))
-    assert cka.gram(maps, "position").shape == (20, 20)
+    assert np.allclose(cka.gram_matrix(maps), cka.gram_matrix(maps.reshape(5, 72)))
+    assert np.allclose(cka.gram_matrix(maps, "gap"), cka.gram_matrix(means))
+    assert np.allclose(cka.gram_matrix(maps, "position"), cka.gram_matrix(cells))
+    assert cka.gram_matrix(maps, "position").shape == (20, 20)
 
 
 def test_maps_of_a_series_become_rows_in_three_ways() -> None:
     """Each series is one row of c * l values, one row of c channel means, or two rows of the means of a half."""
     maps = RNG.normal(size=(5, 3, 6)).astype(np.float32)
     halves = maps.reshape(5, 3, 2, 3).mean(axis=3, dtype=np.float64).transpose(0, 2, 1).reshape(10, 3)
-    assert np.allclose(cka.gram(maps), cka.gram(maps.reshape(5, 18)))
-    assert np.allclose(cka.gram(maps, "gap"), cka.gram(maps.mean(axis=2, dtype=np.float64)))
-    assert np.allclose(cka.gram(maps, "position"), cka.gram(halves))
+    assert np.allclose(cka.gram_matrix(maps), cka.gram_matrix(maps.reshape(5, 18)))
+    assert np.allclose(cka.gram_matrix(maps, "gap"), cka.gram_matrix(maps.mean(axis=2, dtype=np.float64)))
+    assert np.allclose(cka.gram_matrix(maps, "position"), cka.gram_matrix(halves))
 
 
 def test_chunks_of_features_add_up() -> None:
     """More features than one chunk give the Gram matrix of all of them."""
     wide = RNG.normal(size=(6, cka.CHUNK + 100))
     centred = wide - wide.mean(axis=0)
-    assert np.allclose(cka.gram(wide), centred @ centred.T, rtol=1e-12)
+    assert np.allclose(cka.gram_matrix(wide), centred @ centred.T, rtol=1e-12)

@@ -27,8 +27,8 @@ from fedquilt.models.stitching import joint_head, onnx_memory  # noqa: E402
 from fedquilt.models.stitching.export_onnx import export_stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
-BUNDLE = bundle.load(DEMO / "bundle")
-STOCK = stitch.stock(BUNDLE.meta)
+BUNDLE = bundle.load_bundle(DEMO / "bundle")
+STOCK = stitch.load_donor_pool(BUNDLE.meta)
 FILES = {name: DEMO / "bundle" / "blobs" / ref.sha256 for name, ref in BUNDLE.files.items()}
 
 # shrinks 14 -> 7 and grows 7 -> 14 (sizes of the maps), each with a change of channels
@@ -43,9 +43,9 @@ def artefact(
     """An artefact as `fedquilt.methods.fedstitch.result` makes it, with random junctions and head."""
     draw = np.random.default_rng(0)
     junctions = {}
-    for ids in stitch.prefixes(taps):
+    for ids in stitch.path_prefixes(taps):
         before, after = ([None, *(stock.blocks[name] for name in ids)])[-2:]
-        if before is not None and not stitch.continues(before, after):
+        if before is not None and not stitch.is_continuation(before, after):
             shape = (after.in_shape[0], before.out_shape[0])
             junctions[stitch.junction_name(ids)] = {
                 "weights": draw.normal(0, shape[1] ** -0.5, shape).astype(np.float32),
@@ -113,7 +113,7 @@ def test_the_file_gives_what_the_agents_compute(
     assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", [1, 28, 28])]
     digits = np.load(DEMO / "digits.npz")["x_test"]
     for count in (1, 7):
-        x = images.prepare(digits[:count], STOCK.input)
+        x = images.prepare_images(digits[:count], STOCK.input)
         (scores,) = session.run(["scores"], {"x": x})
         wanted = by_the_agents(meta, arrays, x)
         largest = np.abs(wanted[np.isfinite(wanted)]).max()
@@ -124,7 +124,7 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     """A terminating block whose layer 288 -> 50 is 4 tiles, behind another donor's block of larger maps."""
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.models.stitching import blocks
-    from fedquilt.tools.artefacts.prepare import prepare
+    from fedquilt.tools.artefacts.prepare import prepare_bundle
 
     (tmp_path / "net_with_wide_head.py").write_text(
         "from torch import nn\n"
@@ -139,8 +139,8 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
         {"name": "wide", "network": {"name": "net_with_wide_head:net"}, "cuts": ["1", "3"], "align": "identity"},
     ]
     job = {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": donors}
-    made = prepare(job, tmp_path / "out")
-    stock = stitch.stock(made.meta)
+    made = prepare_bundle(job, tmp_path / "out")
+    stock = stitch.load_donor_pool(made.meta)
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     assert [len(stage) for stage in stock.blocks["wide.2"].stages] == [1, 4, 1]
     meta, arrays = artefact([["plain.0", "wide.1", "wide.2"]], [[0], [1], [2]], False, stock)
@@ -156,15 +156,17 @@ def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
     """Two donors of different widths and kernels; taps at two depths, one behind a junction that shrinks and one that
     grows."""
     pytest.importorskip("torch", reason="preparing cuts torch networks")
-    from fedquilt.tools.artefacts.prepare import prepare
+    from fedquilt.tools.artefacts.prepare import prepare_bundle
 
     table = {"name": "conv1d", "channels": 3, "steps": 24, "classes": 4}
     donors = [
         {"name": "wide", "network": {**table, "width": 8}},
         {"name": "long", "network": {**table, "width": 6, "kernel": 9}},
     ]
-    made = prepare({"input": {"mean": [1.0, 2.0, 3.0]}, "labels": list("abcd"), "donors": donors}, tmp_path / "out")
-    stock = stitch.stock(made.meta)
+    made = prepare_bundle(
+        {"input": {"mean": [1.0, 2.0, 3.0]}, "labels": list("abcd"), "donors": donors}, tmp_path / "out"
+    )
+    stock = stitch.load_donor_pool(made.meta)
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     taps = [["wide.0", "long.2"], ["wide.0", "wide.1"], ["long.0", "long.1", "wide.1", "long.2"]]
     meta, arrays = artefact(taps, [[i] for i in range(4)], True, stock)
@@ -230,7 +232,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
     assert sum("folded" in tensor.name for tensor in model.graph.initializer) == 2
     assert not any("projected" in node.name for node in model.graph.node)
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = images.prepare(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
+    x = images.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
     wanted = by_the_agents(*made, x, stock, files)
     np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
@@ -262,7 +264,7 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
     nodes = {node.name: node for node in model.graph.node}
     model.graph.ClearField("node")
     model.graph.node.extend(nodes[name] for name in ran)
-    alive = onnx_memory.alive_bytes(model.graph, sizes)
+    alive = onnx_memory.peak_buffer_bytes(model.graph, sizes)
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert alive is not None
     assert max(STOCK.blocks[name].activation_bytes for name in ACROSS) <= alive <= int(facts["activation_bytes"])
@@ -272,11 +274,11 @@ def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
     """Its score is -inf in the file too, though every other score is far below zero; none is NaN."""
     meta, arrays = artefact([["plain.0"]], None, True)
     bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
-    head = joint_head.handed_out({"weights": arrays["head.weights"], "bias": bias})
+    head = joint_head.export_head({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
     (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = images.prepare(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
+    x = images.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
     scores = session.run(None, {"x": x})[0]
     assert (scores[:, 3] == -np.inf).all()
     assert (np.isfinite(scores).sum(axis=1) == 9).all()

@@ -23,7 +23,7 @@ def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[Pa
     """The parts of devices among which the examples are shared unevenly, most of them sorted by class."""
     order = np.argsort(y + np.random.default_rng(seed).uniform(0, 1.5, len(y)))
     cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, len(y)), devices - 1, replace=False))
-    return [class_moments.part(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
+    return [class_moments.device_moments(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
 
 
 def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
@@ -37,7 +37,7 @@ def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
 def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
     """Counts, class sums and second moments are those of the pooled examples, however these are split."""
     z, y = data()
-    found, wanted = class_moments.merge([], shares(z, y, devices)), central(z, y)
+    found, wanted = class_moments.merge_moments([], shares(z, y, devices)), central(z, y)
     assert np.array_equal(found.counts, wanted.counts)
     assert near(found.totals, wanted.totals)
     assert near(found.scatter, wanted.scatter)
@@ -47,10 +47,10 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
     """Means 1,000 standard deviations from 0 cancel nothing."""
     z, y = data()
     parts = shares(z, y, 9)
-    at_once = class_moments.merge([], parts)
-    stepwise = class_moments.merge([], parts[-1:])
+    at_once = class_moments.merge_moments([], parts)
+    stepwise = class_moments.merge_moments([], parts[-1:])
     for each in parts[-2::-1]:
-        stepwise = class_moments.merge([stepwise], [each])
+        stepwise = class_moments.merge_moments([stepwise], [each])
     assert near(stepwise.scatter, at_once.scatter, 1e-10)
     assert near(stepwise.totals, at_once.totals, 1e-10)
 
@@ -59,7 +59,7 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
 def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n: int) -> None:
     """R'R equals the centred second moments; R has min(n, d) rows and nothing under its diagonal."""
     z, y = data(n)
-    found = class_moments.part(z, y, CLASSES).factor
+    found = class_moments.device_moments(z, y, CLASSES).factor
     assert found.shape == (min(n, 12), 12)
     assert np.allclose(found, np.triu(found), atol=0)
     wanted = (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
@@ -70,7 +70,7 @@ def test_what_is_sent_is_what_is_read() -> None:
     """A part as float32: classes that are not there have no row, and the factor comes as a trapezoid."""
     z, y = data(9)
     y[:] = y % 2
-    sent = class_moments.part(z, y, CLASSES)
+    sent = class_moments.device_moments(z, y, CLASSES)
     wire = class_moments.to_tensors(sent)
     assert wire["means"].shape == (2, 12)
     assert wire["factor"].shape == (9 * 12 - 9 * 8 // 2,)
@@ -83,14 +83,16 @@ def test_what_is_sent_is_what_is_read() -> None:
 def test_half_of_a_symmetric_matrix_is_enough() -> None:
     """Taken apart and put together again."""
     matrix = central(*data()).scatter
-    assert np.array_equal(class_moments.whole(class_moments.halved(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T)
+    assert np.array_equal(
+        class_moments.unpack_symmetric(class_moments.pack_symmetric(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T
+    )
 
 
 # -- the strength of a ridge ----------------------------------------------------------------------
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> Standard:
-    return joint_head.standardised(class_moments.merge([], [class_moments.part(z, y, CLASSES)]))
+    return joint_head.standardise(class_moments.merge_moments([], [class_moments.device_moments(z, y, CLASSES)]))
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -106,7 +108,7 @@ def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
 def test_the_criterion_is_that_of_the_explicit_hat_matrix(ridge: float) -> None:
     """From sums alone, to 1e-8 of what n x n matrices give."""
     z, y = data()
-    found = joint_head.strength(standard(z, y), [ridge])
+    found = joint_head.best_penalty(standard(z, y), [ridge])
     assert found.criterion == pytest.approx(criterion_by_hat(z, y, ridge), rel=1e-8)
 
 
@@ -123,17 +125,17 @@ def test_the_criterion_is_leave_one_out_where_all_examples_bear_alike() -> None:
         penalty = n * ridge * np.diag([1.0] * 6 + [0.0])
         weights = np.linalg.solve(design.T @ design + penalty, design.T @ one_hot[others])
         missed += float(((one_hot[i] - np.append(x[i], 1) @ weights) ** 2).sum())
-    assert joint_head.strength(standard(z, y), [ridge]).criterion == pytest.approx(missed / n, rel=1e-8)
+    assert joint_head.best_penalty(standard(z, y), [ridge]).criterion == pytest.approx(missed / n, rel=1e-8)
 
 
 def test_the_strength_is_the_best_of_those_tried() -> None:
     """Few examples of many features want a strong ridge, many of few a weak one."""
     z, y = data()
     given = standard(z, y)
-    every = [joint_head.strength(given, [ridge]) for ridge in joint_head.STRENGTHS]
-    assert joint_head.strength(given) == min(every, key=lambda each: each.criterion)
-    few = joint_head.strength(standard(*data(30, 60)))
-    assert few.ridge > joint_head.strength(given).ridge
+    every = [joint_head.best_penalty(given, [ridge]) for ridge in joint_head.STRENGTHS]
+    assert joint_head.best_penalty(given) == min(every, key=lambda each: each.criterion)
+    few = joint_head.best_penalty(standard(*data(30, 60)))
+    assert few.ridge > joint_head.best_penalty(given).ridge
 
 
 @pytest.mark.parametrize("start", [0.0001, 0.1, 1000.0])
@@ -141,8 +143,8 @@ def test_a_strength_found_downhill_is_the_best_of_those_tried(start: float) -> N
     """From below, from near it and from above; few examples want a strong ridge, many a weak one."""
     for z, y in (data(), data(30, 60), data(300, 200)):
         given = standard(z, y)
-        found = joint_head.strength_from(given, joint_head.strength_at(given, start))
-        wanted = joint_head.strength(given)
+        found = joint_head.search_penalty(given, joint_head.evaluate_penalty(given, start))
+        wanted = joint_head.best_penalty(given)
         assert found.ridge == wanted.ridge
         assert found.criterion == pytest.approx(wanted.criterion, rel=1e-8)
 
@@ -151,8 +153,8 @@ def test_one_ridge_is_solved_as_by_eigenvectors() -> None:
     """By Cholesky's factor, which is inverted by halves: 300 features are halved twice."""
     given = standard(*data(900, 300))
     for ridge in (1e-4, 0.1, 10.0):
-        found = joint_head.strength_at(given, ridge)
-        assert found.criterion == pytest.approx(joint_head.strength(given, [ridge]).criterion, rel=1e-8)
+        found = joint_head.evaluate_penalty(given, ridge)
+        assert found.criterion == pytest.approx(joint_head.best_penalty(given, [ridge]).criterion, rel=1e-8)
 
 
 def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +168,9 @@ def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.M
 
     monkeypatch.setattr(np.linalg, "eigh", counted)
     made = candidates._Solver(standard(*data(400, 12)), Layout((4, 4, 4)))
-    taps = made.joined(range(3))
+    taps = made.select_taps(range(3))
     assert len(taps) == 3
-    assert made.strength(*taps).ridge > 0
+    assert made.best_penalty(*taps).ridge > 0
     assert sizes == [4, 4, 4]
 
 
@@ -191,7 +193,7 @@ def test_the_head_is_the_discriminant_by_its_definition() -> None:
     wanted = np.stack(
         [(x - centre) @ inverse @ (m - centre) - 0.5 * (m - centre) @ inverse @ (m - centre) for m in means], axis=1
     )
-    found = scores(joint_head.discriminant(standard(z, y), 0.2), z)
+    found = scores(joint_head.fit_discriminant(standard(z, y), 0.2), z)
     assert np.abs(found - wanted).max() <= 1e-8 * np.abs(wanted).max()
 
 
@@ -206,7 +208,7 @@ def test_the_head_is_a_librarys_discriminant() -> None:
     ridge = share / (1 - share) * float(np.trace(within)) / 12  # shrinking by a share, but for a common factor
     model = library.LinearDiscriminantAnalysis(solver="lsqr", shrinkage=share, priors=np.full(CLASSES, 1 / CLASSES))
     wanted = (1 - share) * model.fit(x, y).decision_function(x)
-    found = scores(joint_head.discriminant(standard(z, y), ridge), z)
+    found = scores(joint_head.fit_discriminant(standard(z, y), ridge), z)
     assert near(found - found[:, :1], wanted - wanted[:, :1])
 
 
@@ -215,7 +217,7 @@ def test_classes_count_alike_however_many_examples_they_have() -> None:
     draws = np.random.default_rng(1)
     y = np.repeat([0, 1], [10, 990])
     z = draws.normal(size=(1000, 2)) + np.array([[0.0, 0.0], [6.0, 0.0]])[y]
-    head = joint_head.discriminant(standard(z, y), 1e-4)
+    head = joint_head.fit_discriminant(standard(z, y), 1e-4)
     direction = head.weights[1] - head.weights[0]
     boundary = -(head.bias[1] - head.bias[0]) / direction[0]
     assert boundary == pytest.approx(z[y == 0].mean(axis=0)[0] / 2 + z[y == 1].mean(axis=0)[0] / 2, abs=0.2)
@@ -225,37 +227,39 @@ def test_classes_count_alike_however_many_examples_they_have() -> None:
 def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None:
     """As it is sent, and as it is reckoned: scores agree to 1e-6 of the largest, with means far from 0."""
     z, y = data(400, 30)
-    alone = scores(joint_head.discriminant(standard(z, y), 0.1), z)
+    alone = scores(joint_head.fit_discriminant(standard(z, y), 0.1), z)
     parts = [class_moments.from_tensors(class_moments.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
     exact = shares(z, y, devices + 3, 8)
     for order in (parts, parts[::-1], exact):
-        found = scores(joint_head.discriminant(joint_head.standardised(class_moments.merge([], order)), 0.1), z)
+        found = scores(
+            joint_head.fit_discriminant(joint_head.standardise(class_moments.merge_moments([], order)), 0.1), z
+        )
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 
 def test_a_class_without_examples_never_wins() -> None:
     """Its row is zero and its bias below every score, and the others are as if it were not there."""
     z, y = data(classes=3)
-    head = joint_head.discriminant(standard(z, y), 0.1)
+    head = joint_head.fit_discriminant(standard(z, y), 0.1)
     assert not head.weights[3].any()
     assert head.bias[3] == NEVER
     found = scores(head, 1e6 * z)
     assert np.isfinite(found).all()
     assert (found.argmax(axis=1) < 3).all()
-    three = joint_head.standardised(central(z, y, 3))
-    assert near(joint_head.discriminant(three, 0.1).weights, head.weights[:3])
+    three = joint_head.standardise(central(z, y, 3))
+    assert near(joint_head.fit_discriminant(three, 0.1).weights, head.weights[:3])
 
 
 def test_constant_and_duplicate_features_do_no_harm() -> None:
     """A constant one gets no weight, of duplicates each half of it; the scores are those without them."""
     z, y = data()
     more = np.hstack([z, z[:, :1], np.full((len(z), 1), 1234.5678), np.zeros((len(z), 1))])
-    found = joint_head.discriminant(standard(more, y), 1e-4)
+    found = joint_head.fit_discriminant(standard(more, y), 1e-4)
     assert not found.weights[:, -2:].any()
     assert near(found.weights[:, 0], found.weights[:, 12])
-    plain = scores(joint_head.discriminant(standard(z, y), 1e-4), z)
+    plain = scores(joint_head.fit_discriminant(standard(z, y), 1e-4), z)
     assert np.corrcoef(scores(found, more).ravel(), plain.ravel())[0, 1] > 0.999
-    chosen = joint_head.strength(standard(more, y))
+    chosen = joint_head.best_penalty(standard(more, y))
     assert np.isfinite(chosen.criterion)
 
 
@@ -263,8 +267,8 @@ def test_more_features_than_examples_still_give_a_head() -> None:
     """20 examples of 200 features: finite, and right on those it was solved from."""
     z, y = data(20, 200)
     given = standard(z, y)
-    chosen = joint_head.strength(given)
-    found = scores(joint_head.discriminant(given, chosen.ridge), z)
+    chosen = joint_head.best_penalty(given)
+    found = scores(joint_head.fit_discriminant(given, chosen.ridge), z)
     assert np.isfinite(found).all()
     assert (found.argmax(axis=1) == y).mean() > 0.9
 
@@ -274,7 +278,7 @@ def test_a_handful_of_examples_gives_a_head(y: list[int]) -> None:
     """One example, one class, one example of each of two classes."""
     z, _ = data(len(y), 6)
     given = standard(z, np.array(y))
-    head = joint_head.discriminant(given, joint_head.strength(given).ridge)
+    head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
     assert np.isfinite(head.weights).all()
     assert scores(head, z).argmax(axis=1).tolist() == y
 
@@ -288,13 +292,16 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
     noise = np.random.default_rng(3).normal(size=(400, 8))
     z = np.hstack([z[:, :4], noise[:, :4], z[:, 4:8], z[:, 8:], noise[:, 4:]])
     layout, given = Layout((4, 4, 4, 4, 4)), standard(z, y)
-    found = joint_head.forward(given, layout, 3, range(5), 0.1)
+    found = joint_head.select_taps(given, layout, 3, range(5), 0.1)
     assert set(found.taps) == {0, 2, 3}
     assert found.taps[0] == 3
     for count, criterion in enumerate(found.criteria, 1):
-        alone = joint_head.strength(given.of(layout.columns(found.taps[:count])), [0.1])
+        alone = joint_head.best_penalty(given.restrict_to(layout.feature_columns(found.taps[:count])), [0.1])
         assert criterion == pytest.approx(alone.criterion, rel=1e-9)
-    best = min((joint_head.strength(given.of(layout.columns([3, tap])), [0.1]).criterion, tap) for tap in (0, 1, 2, 4))
+    best = min(
+        (joint_head.best_penalty(given.restrict_to(layout.feature_columns([3, tap])), [0.1]).criterion, tap)
+        for tap in (0, 1, 2, 4)
+    )
     assert found.taps[1] == best[1]
 
 
@@ -302,21 +309,21 @@ def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
     """A single tap's strength suits a set of six badly here: the second choice has less than half the criterion."""
     given, places = standard(*data(40, 24, 63)), Layout((4,) * 6)
     made = candidates._Solver(given, places)
-    near = sorted(range(6), key=lambda tap: made.strength(tap).criterion)
-    first = joint_head.forward(given, places, near[0], near, made.strength(near[0]).ridge)
-    chosen = made.joined(range(6))
-    assert made.strength(*chosen).criterion < made.strength(*first.taps).criterion / 2
+    near = sorted(range(6), key=lambda tap: made.best_penalty(tap).criterion)
+    first = joint_head.select_taps(given, places, near[0], near, made.best_penalty(near[0]).ridge)
+    chosen = made.select_taps(range(6))
+    assert made.best_penalty(*chosen).criterion < made.best_penalty(*first.taps).criterion / 2
 
 
 def test_no_more_features_are_joined_than_asked_for() -> None:
     """Of three taps that help, the one that fits is taken."""
     z, y = data(400, 12)
-    found = joint_head.forward(standard(z, y), Layout((4, 6, 2)), 0, range(3), 0.1, widest=8)
+    found = joint_head.select_taps(standard(z, y), Layout((4, 6, 2)), 0, range(3), 0.1, widest=8)
     assert found.taps == (0, 2)
 
 
 def test_a_single_tap_is_a_set() -> None:
     """Nothing else to choose from."""
     z, y = data()
-    found = joint_head.forward(standard(z, y), Layout((12,)), 0, [0], 0.1)
+    found = joint_head.select_taps(standard(z, y), Layout((12,)), 0, [0], 0.1)
     assert found.taps == (0,)

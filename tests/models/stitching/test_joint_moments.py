@@ -56,15 +56,15 @@ def test_honest_moments_are_never_refused(n: int) -> None:
     for seed in range(5):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
-        class_moments.from_tensors(class_moments.to_tensors(class_moments.part(z, y, CLASSES)), CLASSES, 16)
+        class_moments.from_tensors(class_moments.to_tensors(class_moments.device_moments(z, y, CLASSES)), CLASSES, 16)
 
 
 def test_a_part_is_not_changed_by_being_merged() -> None:
     """Values are folded more than once where updates are read ahead."""
-    part = class_moments.part(*data(20), CLASSES)
+    part = class_moments.device_moments(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
-    sums = class_moments.merge([], [part])
-    class_moments.merge([sums], [part])
+    sums = class_moments.merge_moments([], [part])
+    class_moments.merge_moments([sums], [part])
     assert np.array_equal(part.means, before.means)
     assert np.array_equal(part.factor, before.factor)
-    assert np.array_equal(sums.scatter, class_moments.merge([], [part]).scatter)
+    assert np.array_equal(sums.scatter, class_moments.merge_moments([], [part]).scatter)

@@ -11,7 +11,7 @@ from fedquilt.models.stitching import cka, label_scores
 from fedquilt.models.stitching.cka import Score
 
 Judge = Callable[[np.ndarray, np.ndarray], Score]
-JUDGES = (label_scores.alignment, label_scores.explained)
+JUDGES = (label_scores.label_alignment, label_scores.explained_variance)
 
 
 def drawn(n: int = 64, d: int = 200, apart: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -34,9 +34,9 @@ def test_features_score_what_they_say_of_the_labels(judge: Judge) -> None:
 def test_the_alignment_is_the_unbiased_cka_with_one_hot_labels() -> None:
     """The Gram matrix of labels is 1 where they are equal; numbers and order of classes are no matter."""
     x, y = drawn(apart=0.5)
-    wanted = cka.cka(cka.gram(x), np.equal.outer(y, y).astype(float)).value
-    assert label_scores.alignment(x, y).value == pytest.approx(wanted, abs=1e-12)
-    assert label_scores.alignment(x, 40 - 7 * y).value == pytest.approx(wanted, abs=1e-12)
+    wanted = cka.cka(cka.gram_matrix(x), np.equal.outer(y, y).astype(float)).value
+    assert label_scores.label_alignment(x, y).value == pytest.approx(wanted, abs=1e-12)
+    assert label_scores.label_alignment(x, 40 - 7 * y).value == pytest.approx(wanted, abs=1e-12)
 
 
 def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge() -> None:
@@ -51,7 +51,7 @@ def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge()
         rss = float(((labels - hat @ labels) ** 2).sum())
         errors.append(rss / (24 - np.trace(hat) - 1) ** 2)
     wanted = 1 - min(errors) / ((labels**2).sum() / 23**2)
-    assert label_scores.explained(x, y).value == pytest.approx(wanted, abs=1e-9)
+    assert label_scores.explained_variance(x, y).value == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize("judge", JUDGES)

@@ -24,25 +24,25 @@ def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> li
     for number in range(devices):
         z, y = data(n, width, seed=number)
         z[:, 0] += 1e4 * far
-        given = class_moments.to_tensors(class_moments.part(z, y, CLASSES), exact=True)
+        given = class_moments.to_tensors(class_moments.device_moments(z, y, CLASSES), exact=True)
         found.append(Contribution(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
     return found
 
 
 def gathered(some: Sequence[Contribution]) -> Gathering:
     """Moments of these in turn."""
-    return reduce(Gathering.plus, some, Gathering())
+    return reduce(Gathering.add_update, some, Gathering())
 
 
 def bits(total: Gathering) -> bytes:
     """Bits of the sums."""
-    found = total.value()
+    found = total.total_sums()
     return b"".join(array.tobytes() for array in (found.counts, found.totals, found.scatter))
 
 
 def stored(total: Gathering) -> Gathering:
     """What is read of a sum that travelled."""
-    found: Gathering = tensors.unpack(tensors.pack(total), Gathering)
+    found: Gathering = tensors.unpack_state(tensors.pack_state(total), Gathering)
     return found
 
 
@@ -54,8 +54,8 @@ def test_any_order_and_any_grouping_has_the_same_bits(n: int) -> None:
     assert bits(gathered(all_of_them[::-1])) == wanted
     for groups in ([all_of_them[:35], all_of_them[35:]], [all_of_them[::2], all_of_them[1::2]]):
         one, other = (stored(gathered(group)) for group in groups)
-        assert bits(exact.join(one, other)) == wanted
-    assert bits(reduce(exact.join, (stored(gathered([each])) for each in all_of_them))) == wanted
+        assert bits(exact.merge_accumulators(one, other)) == wanted
+    assert bits(reduce(exact.merge_accumulators, (stored(gathered([each])) for each in all_of_them))) == wanted
 
 
 def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
@@ -63,7 +63,7 @@ def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
     all_of_them, before = updates(60), 0
     for count in range(1, 61):
         total = gathered(all_of_them[:count])
-        size = len(tensors.pack(total))
+        size = len(tensors.pack_state(total))
         held = sum(tensors.total_bytes(update.bundles.values()) for update in all_of_them[:count])
         assert bool(total.sums) == (held > moment_sums.sum_bytes(WIDE))
         assert set(total.parts) == (set() if total.sums else {update.device for update in all_of_them[:count]})
@@ -83,8 +83,8 @@ def test_sums_are_those_of_all_examples(far: float) -> None:
     wanted = Sums(
         np.eye(CLASSES)[y].sum(axis=0), np.eye(CLASSES)[y].T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
     )
-    before = gathered(all_of_them[:12]).value()
-    for found in (gathered(all_of_them).value(), gathered(all_of_them[12:]).value(before)):
+    before = gathered(all_of_them[:12]).total_sums()
+    for found in (gathered(all_of_them).total_sums(), gathered(all_of_them[12:]).total_sums(before)):
         assert np.array_equal(found.counts, wanted.counts)
         assert np.allclose(found.totals, wanted.totals, rtol=1e-12)
         assert np.abs(found.scatter - wanted.scatter).max() <= 1e-7 * np.abs(wanted.scatter).max()

@@ -12,7 +12,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching.onnx_joined import joined  # noqa: E402
+from fedquilt.models.stitching.onnx_joined import fuse_operations  # noqa: E402
 
 GELU = (
     ("Div", "v root", "c"),
@@ -31,7 +31,7 @@ def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] =
     made = [helper.make_node(kind, given.split(), [name], **more.get(kind, {})) for kind, given, name in nodes]
     kept = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in CONSTANTS.items()]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 8, 8]) for name in ("x", output))
-    return [node.op_type for node in joined(helper.make_graph(made, "g", [x], [y], kept))]
+    return [node.op_type for node in fuse_operations(helper.make_graph(made, "g", [x], [y], kept))]
 
 
 def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere() -> None:

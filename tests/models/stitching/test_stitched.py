@@ -27,22 +27,22 @@ B1 = block("b", 1, (5, 4, 4), (5, 4, 4))
 
 def test_only_the_next_block_of_the_same_donor_continues() -> None:
     """a.1 continues a.0; a.2 does not, nor does b.1."""
-    assert stitched.continues(A0, A1)
-    assert not stitched.continues(A0, A2)
-    assert not stitched.continues(A0, B1)
-    assert stitched.is_native([A0, A1, A2])
-    assert not stitched.is_native([A0, A2])
-    assert not stitched.is_native([A1, A2])
+    assert stitched.is_continuation(A0, A1)
+    assert not stitched.is_continuation(A0, A2)
+    assert not stitched.is_continuation(A0, B1)
+    assert stitched.is_native_path([A0, A1, A2])
+    assert not stitched.is_native_path([A0, A2])
+    assert not stitched.is_native_path([A1, A2])
 
 
 def test_maps_go_to_maps_within_twofold_enlargement() -> None:
     """4x4 to 8x8 is allowed, 4x4 to 9x9 only by the switch, vectors to maps never, and no start in the middle."""
-    assert stitched.compatible(A1, A1)
+    assert stitched.can_connect(A1, A1)
     wide = block("b", 3, (5, 9, 9), (5, 9, 9))
-    assert not stitched.compatible(A1, wide)
-    assert stitched.compatible(A1, wide, max_upsampling=3.0)
-    assert not stitched.compatible(A2, A1)
-    assert not stitched.compatible(A1, A0)
+    assert not stitched.can_connect(A1, wide)
+    assert stitched.can_connect(A1, wide, max_upsampling=3.0)
+    assert not stitched.can_connect(A2, A1)
+    assert not stitched.can_connect(A1, A0)
 
 
 def test_a_junction_resizes_and_then_projects() -> None:
@@ -51,7 +51,7 @@ def test_a_junction_resizes_and_then_projects() -> None:
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     cells = maps.reshape(2, 3, 4, 2, 4, 2).mean(axis=(3, 5))
     want = np.einsum("kc,nchw->nkhw", junction["weights"], cells) + junction["bias"][:, None, None]
-    assert np.allclose(stitched.join(maps, junction, B1), want, atol=1e-5)
+    assert np.allclose(stitched.apply_junction(maps, junction, B1), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("wanted", [4, 12])
@@ -59,31 +59,33 @@ def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
     """Of 8 steps, to cells of 2 or between neighbours; the same as of maps of one row."""
     series = RNG.normal(size=(2, 3, 8)).astype(np.float32)
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
-    made = stitched.join(series, junction, block("s", 1, (5, wanted), (5, wanted)))
+    made = stitched.apply_junction(series, junction, block("s", 1, (5, wanted), (5, wanted)))
     resized = (
-        series.reshape(2, 3, 4, 2).mean(axis=3) if wanted == 4 else images.resize(series[:, :, None], 1, 12)[:, :, 0]
+        series.reshape(2, 3, 4, 2).mean(axis=3)
+        if wanted == 4
+        else images.resize_maps(series[:, :, None], 1, 12)[:, :, 0]
     )
     want = np.einsum("kc,ncl->nkl", junction["weights"], resized) + junction["bias"][:, None]
     np.testing.assert_allclose(made, want, atol=1e-5)
-    np.testing.assert_allclose(stitched.gap(made), made.mean(axis=2), atol=1e-6)
+    np.testing.assert_allclose(stitched.global_average_pool(made), made.mean(axis=2), atol=1e-6)
 
 
 def test_series_go_to_series_only() -> None:
     """Within the limit of enlargement; neither to maps of images nor from them."""
     before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
-    assert stitched.compatible(before, after)
-    assert not stitched.compatible(before, block("t", 1, (5, 17), (5, 17)))
-    assert not stitched.compatible(before, B1)
-    assert not stitched.compatible(B1, before)
+    assert stitched.can_connect(before, after)
+    assert not stitched.can_connect(before, block("t", 1, (5, 17), (5, 17)))
+    assert not stitched.can_connect(before, B1)
+    assert not stitched.can_connect(B1, before)
 
 
 def test_a_fitted_junction_recovers_a_linear_map() -> None:
     """Where the donor's own input is a projection of what comes in, the junction is that projection."""
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
-    target = stitched.join(maps, true, B1)
-    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize(maps, 4, 4), target)]
-    weights, bias = least_squares.Fit(rows[0], ridge=1e-9).weights(rows[1])
+    target = stitched.apply_junction(maps, true, B1)
+    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize_maps(maps, 4, 4), target)]
+    weights, bias = least_squares.Fit(rows[0], ridge=1e-9).solve_weights(rows[1])
     assert np.allclose(weights, true["weights"], atol=1e-4)
     assert np.allclose(bias, true["bias"], atol=1e-4)
 
@@ -96,7 +98,7 @@ def test_every_prefix_has_junctions_of_its_own() -> None:
         asked.append(name)
         return {}
 
-    assert stitched.junctions([A0, A1, B1], load)[:2] == [None, None]
+    assert stitched.load_junctions([A0, A1, B1], load)[:2] == [None, None]
     assert asked == [stitched.junction_name(("a.0", "a.1", "b.1"))]
     assert stitched.junction_name(("a.0", "b.1")) != asked[0]
 
@@ -104,18 +106,18 @@ def test_every_prefix_has_junctions_of_its_own() -> None:
 def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
     """Two classes at log 2 beat one at log 3: 4 > 3; a label without classes never wins."""
     logits = np.log(np.array([[2.0, 2.0, 3.0]]))
-    scores = stitched.align(logits, [(2,), (0, 1), ()])
+    scores = stitched.align_logits(logits, [(2,), (0, 1), ()])
     assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
     assert scores.argmax() == 1
-    assert stitched.align(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
+    assert stitched.align_logits(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
 
 
 def test_random_features_keep_lengths_on_average() -> None:
     """A vector of length 1 has length about 1 afterwards; the same seed gives the same projection."""
-    draw = stitched.random_features(50, 4000, seed=3)
+    draw = stitched.random_projection(50, 4000, seed=3)
     z = RNG.normal(size=50)
     assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
-    assert np.array_equal(draw, stitched.random_features(50, 4000, seed=3))
+    assert np.array_equal(draw, stitched.random_projection(50, 4000, seed=3))
 
 
 HEAD = {"weights": RNG.normal(size=(2, 12)), "bias": RNG.normal(size=2)}
@@ -137,7 +139,7 @@ def made(ran: list[str]) -> stitched.Run:
         ran.append(block.id)
         channels, size = block.out_shape[0], block.out_shape[1]
         return np.resize(
-            images.resize(maps, size, size).transpose(1, 0, 2, 3), (channels, len(maps), size, size)
+            images.resize_maps(maps, size, size).transpose(1, 0, 2, 3), (channels, len(maps), size, size)
         ).transpose(1, 0, 2, 3)
 
     return run
@@ -151,7 +153,7 @@ def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
     assert ran == ["a.0", "a.1", "b.1"]
     stem = made([])(A0, x)
     junction = JOINED.junctions[stitched.junction_name(("a.0", "b.1"))]
-    maps = made([])(A1, stem), made([])(B1, stitched.join(stem, junction, B1)), stem
+    maps = made([])(A1, stem), made([])(B1, stitched.apply_junction(stem, junction, B1)), stem
     features = np.concatenate([each.mean(axis=(2, 3)) for each in maps], axis=1)
     np.testing.assert_allclose(scores, features @ HEAD["weights"].T + HEAD["bias"], rtol=1e-6)
 
@@ -195,8 +197,8 @@ def test_features_may_be_drawn_before_the_head() -> None:
     """hidden: (3, 12); what is negative behind it counts as 0."""
     hidden, head = RNG.normal(size=(3, 12)), {"weights": RNG.normal(size=(2, 3)), "bias": np.zeros(2)}
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
-    maps = stitched.ends(JOINED, STOCK.blocks, made([]), x)
-    features = np.maximum(np.concatenate([stitched.gap(each) for each in maps], axis=1) @ hidden.T, 0)
+    maps = stitched.run_taps(JOINED, STOCK.blocks, made([]), x)
+    features = np.maximum(np.concatenate([stitched.global_average_pool(each) for each in maps], axis=1) @ hidden.T, 0)
     network = replace(JOINED, head={**head, "hidden": hidden})
     scores = stitched.classify(stitched.from_artefact(*stitched.to_artefact(network, STOCK)), STOCK.blocks, made([]), x)
     np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)
@@ -205,7 +207,7 @@ def test_features_may_be_drawn_before_the_head() -> None:
 def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
     """Its bias NEVER becomes -inf and its weights 0; a bias just above NEVER stays as it is."""
     stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
-    head = joint_head.handed_out(stored)
+    head = joint_head.export_head(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
     assert head["bias"].tolist() == [np.float32(-1e29), -np.inf, 6]
     scores = np.array([[-1e6, -1e6]]) @ head["weights"].T + head["bias"]
@@ -230,7 +232,7 @@ def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -
         "donors": {"a": {"blocks": ["a.0", "a.1", "a.2"], "classes": 10}},
         "blocks": {b.id: {name: getattr(b, name) for name in Block.__dataclass_fields__} for b in (A0, A1, A2)},
     }
-    assert stitched.stock(meta).donors["a"].align is None
+    assert stitched.load_donor_pool(meta).donors["a"].align is None
     change(meta)  # type: ignore[operator]
     with pytest.raises(ModelError, match=why):
-        stitched.stock(meta)
+        stitched.load_donor_pool(meta)

@@ -30,7 +30,7 @@ def product(bias: tuple[int, ...] = (6,), **attributes: Any) -> onnx.ModelProto:
 
 def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
     """Without transB the rows of W are columns of the tensor: 6 in tiles of 2."""
-    ((first, *others),) = tiled_linear.stages(product(), 4 * 10)
+    ((first, *others),) = tiled_linear.split_into_stages(product(), 4 * 10)
     weights = {tensor.name: numpy_helper.to_array(tensor).shape for tensor in first.graph.initializer}
     assert (weights, len(others)) == ({"weights": (2, 4), "bias": (2,)}, 2)
 
@@ -42,7 +42,7 @@ def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
 )
 def test_a_product_that_is_no_linear_layer_stays_whole(model: onnx.ModelProto) -> None:
     """Scaled, or with another bias than one number per output."""
-    assert tiled_linear.stages(model, 4 * 10) == [[model]]
+    assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
 
 
 def test_a_graph_with_branches_stays_whole() -> None:
@@ -59,7 +59,7 @@ def test_a_graph_with_branches_stays_whole() -> None:
     model.graph.initializer.append(always)
     model.graph.node.append(helper.make_node("If", ["always"], ["kept"], then_branch=branch, else_branch=branch))
     model.graph.node.append(helper.make_node("Concat", ["made", "kept"], ["y"], axis=1))
-    assert tiled_linear.stages(model, 4 * 10) == [[model]]
+    assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
 
 
 def test_what_is_alive_is_not_told_where_a_shape_is_not_known() -> None:
@@ -69,5 +69,5 @@ def test_what_is_alive_is_not_told_where_a_shape_is_not_known() -> None:
     model.graph.node.append(helper.make_node("Other", ["made"], ["between"], domain="elsewhere"))
     model.graph.node.append(helper.make_node("Relu", ["between"], ["y"]))
     model.opset_import.append(helper.make_opsetid("elsewhere", 1))
-    assert onnx_memory.activation_bytes(product()) == 4 * (4 + 6)
-    assert onnx_memory.activation_bytes(model) is None
+    assert onnx_memory.peak_activation_bytes(product()) == 4 * (4 + 6)
+    assert onnx_memory.peak_activation_bytes(model) is None

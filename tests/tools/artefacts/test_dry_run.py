@@ -21,7 +21,7 @@ import torch
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching import export_onnx
 from fedquilt.tools.artefacts import dry_run
-from fedquilt.tools.artefacts.prepare import prepare, prepare_and_check
+from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
@@ -39,13 +39,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     align = [[0], [1], [2]]
     donors = ({"name": "p", "network": PLAIN, "align": align}, {"name": "r", "network": RESIDUAL, "align": align})
-    prepare(job(*donors), folder)
+    prepare_bundle(job(*donors), folder)
     return folder
 
 
 def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -> None:
     table = {"name": "s", "method": "fedstitch", "params": params}
-    dry_run.rehearse(settings.parse(table), made or bundle.load(folder), folder)
+    dry_run.rehearse(settings.parse_job(table), made or bundle.load_bundle(folder), folder)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_devic
 def test_labels_that_no_example_has_do_not_fail_a_dry_run(tmp_path: Path) -> None:
     """Of 12 labels, 8 synthetic examples have 8: the other four score -inf."""
     table = job({"name": "p", "network": PLAIN}, labels=[f"label {number}" for number in range(12)])
-    prepare_and_check(settings.parse(table), tmp_path)
+    prepare_and_check(settings.parse_job(table), tmp_path)
 
 
 def test_donors_of_time_series_are_stitched_in_a_dry_run(tmp_path: Path) -> None:
     """Two donors of 20 steps of 3 channels."""
     donors = [{"name": name, "network": SERIES, "seed": seed} for seed, name in enumerate("ab")]
-    prepare_and_check(settings.parse(job(*donors, input={"std": [2.0]})), tmp_path)
+    prepare_and_check(settings.parse_job(job(*donors, input={"std": [2.0]})), tmp_path)
 
 
 def test_a_donor_whose_weights_are_not_finite_is_refused_by_donor_and_block(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_donor_whose_weights_are_not_finite_is_refused_by_donor_and_block(tmp_
         {"name": "p", "network": PLAIN}, {"name": "r", "network": RESIDUAL, "weights": str(tmp_path / "broken.pt")}
     )
     with pytest.raises(ModelError, match=r"donor 'r': block r\.3 returns numbers that are not finite"):
-        prepare_and_check(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse_job(table), tmp_path / "out")
 
 
 def test_a_donor_for_batches_of_one_size_is_refused_by_donor_and_block(
@@ -118,7 +118,7 @@ def test_a_donor_for_batches_of_one_size_is_refused_by_donor_and_block(
     monkeypatch.chdir(tmp_path)
     table = job({"name": "two", "network": {"name": "two_at_once_net:net"}, "cuts": ["first"]})
     with pytest.raises(ModelError, match=r"donor 'two': block two\.1 does not run on 1 example.*batch size"):
-        prepare_and_check(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse_job(table), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_block_that_does_not_fit_its_donor_is_refused_by_name(
     prepared: Path, changed: dict[str, dict[str, Any]], message: str
 ) -> None:
     """Shapes of the bundle that are not those of its graphs."""
-    made = bundle.load(prepared)
+    made = bundle.load_bundle(prepared)
     blocks = {name: {**table, **changed.get(name, {})} for name, table in made.meta["blocks"].items()}
     with pytest.raises(ModelError, match=message):
         rehearse(prepared, {}, replace(made, meta={**made.meta, "blocks": blocks}))
@@ -160,7 +160,7 @@ def test_a_method_that_needs_a_trace_names_the_module_that_stops_it(
     model = {"name": "gated_net:net", "inputs": 6, "classes": 3}
     table = {"name": "s", "method": method, "model": model, "params": {"encoder": 0.0} if method == "fedlps" else {}}
     with pytest.raises(ModelError, match=r"module '1' \(Gate, gated_net.py, line 8\) stops torch.fx: .*rewrite"):
-        prepare_and_check(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse_job(table), tmp_path / "out")
 
 
 def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
@@ -168,17 +168,17 @@ def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
 ) -> None:
     """On a busy machine two threads took ten times as long."""
     before, seen = torch.get_num_threads(), set()
-    played = dry_run._played
+    played = dry_run._run_short_job
 
     def noted(*given: Any) -> Any:
         seen.add(torch.get_num_threads())
         return played(*given)
 
-    monkeypatch.setattr(dry_run, "_played", noted)
+    monkeypatch.setattr(dry_run, "_run_short_job", noted)
     torch.set_num_threads(2)
     try:
         model = {**RESIDUAL, "input": {"channels": 1, "size": 8}}
-        prepare_and_check(settings.parse({"name": "s", "method": "fedavg", "model": model}), tmp_path)
+        prepare_and_check(settings.parse_job({"name": "s", "method": "fedavg", "model": model}), tmp_path)
         assert (seen, torch.get_num_threads()) == ({1}, 2)
     finally:
         torch.set_num_threads(before)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="networks to be scheduled are torch'
 from fedquilt.models.networks import registry  # noqa: E402
 from fedquilt.tools.artefacts import frozen_part  # noqa: E402
 from fedquilt.tools.artefacts.frozen_part import Calibration  # noqa: E402
-from fedquilt.tools.artefacts.prepare import prepare  # noqa: E402
+from fedquilt.tools.artefacts.prepare import prepare_bundle  # noqa: E402
 
 CNN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 2}
 PARTS = (("0",), ("3",), ("7",), ("9",))
@@ -40,9 +40,11 @@ class Oracle:
 
 
 def searched(engine: Any, **changes: Any) -> list[frozen_part.Tried]:
-    model = {name: value.numpy() for name, value in registry.load(CNN, seed=0).state_dict().items()}
+    model = {name: value.numpy() for name, value in registry.load_network(CNN, seed=0).state_dict().items()}
     given: dict[str, Any] = {"held": NOTHING, "parts": PARTS, **changes}
-    return frozen_part.search(engine, CNN, model, NOTHING, given["held"], given["parts"], Calibration(path="unread"))
+    return frozen_part.search_schedule(
+        engine, CNN, model, NOTHING, given["held"], given["parts"], Calibration(path="unread")
+    )
 
 
 # -- the search -----------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
 def test_blocks_are_the_papers_where_it_names_them(network: Any, first: list[str], last: list[str], count: int) -> None:
     """AlexNet features and classifier, ResNet-18 stem, four stages, fc; batch norm goes with its convolution."""
     with torch.device("meta"):
-        found = frozen_part.blocks(registry.build(network))
+        found = frozen_part.list_blocks(registry.build(network))
     assert (found[0], found[-1], len(found)) == (first, last, count)
 
 
@@ -108,9 +110,9 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
     """It is in the bundle, with what was tried; the same again gives the same."""
     table = {"path": digits(tmp_path / "d.npz"), "epochs": 1, "lr": 0.1, "batch": 16}
     made = [
-        prepare({"model": CNN, "input": {"channels": 1, "size": 8}, "schedule": table}, tmp_path / f"bundle-{i}").meta[
-            "schedule"
-        ]
+        prepare_bundle(
+            {"model": CNN, "input": {"channels": 1, "size": 8}, "schedule": table}, tmp_path / f"bundle-{i}"
+        ).meta["schedule"]
         for i in range(2)
     ]
     assert made[0] == made[1]
@@ -122,7 +124,7 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
     """Those there are are named."""
     with pytest.raises(JobError, match=r"\[schedule\].*lr"):
-        prepare({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
+        prepare_bundle({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
 
 
 # -- a new head -----------------------------------------------------------------------------------
@@ -130,22 +132,24 @@ def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
 
 def test_a_new_head_replaces_the_last_layer_alone(tmp_path: Path) -> None:
     """Weights for 7 classes, a network for 3: seven tensors as in the file, the head drawn from the seed."""
-    old = {name: value.numpy() for name, value in registry.load({**CNN, "classes": 7}, seed=4).state_dict().items()}
-    (tmp_path / "old.safetensors").write_bytes(tensors.encode(old))
+    old = {
+        name: value.numpy() for name, value in registry.load_network({**CNN, "classes": 7}, seed=4).state_dict().items()
+    }
+    (tmp_path / "old.safetensors").write_bytes(tensors.encode_tensors(old))
     model = {**CNN, "weights": str(tmp_path / "old.safetensors"), "weights_classes": 7, "seed": 2}
-    made = prepare({"model": model}, tmp_path / "bundle")
+    made = prepare_bundle({"model": model}, tmp_path / "bundle")
     given = made.load("model")
     assert made.meta["network"] == CNN
     for name, array in given.items():
         if name.startswith("9."):
-            np.testing.assert_array_equal(array, registry.load(CNN, seed=2).state_dict()[name].numpy())
+            np.testing.assert_array_equal(array, registry.load_network(CNN, seed=2).state_dict()[name].numpy())
         else:
             np.testing.assert_array_equal(array, old[name])
 
 
 def test_weights_for_the_same_classes_leave_no_head_to_replace(tmp_path: Path) -> None:
     """It would silently throw away, or keep, what was meant otherwise."""
-    old = {name: value.numpy() for name, value in registry.load(CNN, seed=4).state_dict().items()}
-    (tmp_path / "old.safetensors").write_bytes(tensors.encode(old))
+    old = {name: value.numpy() for name, value in registry.load_network(CNN, seed=4).state_dict().items()}
+    (tmp_path / "old.safetensors").write_bytes(tensors.encode_tensors(old))
     with pytest.raises(ModelError, match="0 layers differ"):
-        frozen_part.warm(CNN, str(tmp_path / "old.safetensors"), 3, 0)
+        frozen_part.load_with_new_head(CNN, str(tmp_path / "old.safetensors"), 3, 0)

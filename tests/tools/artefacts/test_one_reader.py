@@ -162,10 +162,10 @@ CASES = {
 def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
     """Export the prepared network with its first weights; returns the file and the [data] table."""
     job = {**case.job, "data": complete_data_table(case.job["data"])}
-    made = prepare.prepare(job, folder / "bundle")
-    weights = tensors.decode((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())
+    made = prepare.prepare_bundle(job, folder / "bundle")
+    weights = tensors.decode_tensors((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())
     file = folder / "model.onnx"
-    file.write_bytes(onnx_file.write_network(made.meta["network"], weights, made.meta["reading"]))
+    file.write_bytes(onnx_file.export_network(made.meta["network"], weights, made.meta["reading"]))
     return file, job["data"]
 
 
@@ -174,25 +174,25 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     case = CASES[name](tmp_path / "data")
     model, data = exported_model(case, tmp_path)
     network = Classifier(model)
-    about = exported.read_metadata(network._engine.facts(model))
-    trained_on = training.features(examples.load_all(DataSpec.parse(data)).x, about.network or {})
+    about = exported.read_metadata(network._engine.read_metadata(model))
+    trained_on = training.network_inputs(examples.load_split(DataSpec.parse(data)).x, about.network or {})
     assert np.isfinite(trained_on).all()
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
     order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
-    checked = check._load_held_out(order, about, examples.load)
+    checked = check._load_held_out(order, about, examples.load_share)
     assert checked is not None
-    np.testing.assert_array_equal(about.prepared(checked.x), trained_on)
+    np.testing.assert_array_equal(about.prepare_inputs(checked.x), trained_on)
 
     if case.table:
-        np.testing.assert_array_equal(network.prepared(network.read_rows(case.table).x), trained_on)
+        np.testing.assert_array_equal(network.prepare_inputs(network.read_rows(case.table).x), trained_on)
     else:
         for source in (case.files, [file.read_bytes() for file in case.files]):
-            read = np.concatenate([network.prepared(network.read_example(each)[None]) for each in source])
+            read = np.concatenate([network.prepare_inputs(network.read_example(each)[None]) for each in source])
             np.testing.assert_array_equal(read, trained_on)
 
-    best = network.scores(trained_on).max(axis=1).tolist()
+    best = network.compute_scores(trained_on).max(axis=1).tolist()
     by_command = run_model(model, case.table or tmp_path / "data" / "train")
     assert [row.score for row in by_command] == best
     service = Service(Models(model))
@@ -208,19 +208,19 @@ def test_the_levels_of_a_12_bit_camera_fill_the_range(tmp_path: Path) -> None:
     case = images(saved("I;16", ".png"), 1)(tmp_path)
     data = complete_data_table(case.job["data"])
     assert data["depth"] == 12
-    x = examples.load_all(DataSpec.parse({**data, "size": 0})).x
+    x = examples.load_split(DataSpec.parse({**data, "size": 0})).x
     assert (x.dtype, x.max()) == (np.uint16, 65535)
 
 
 def test_transparent_pixels_are_white(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     Image.new("RGBA", (2, 2), (10, 20, 30, 0)).save(tmp_path / "train" / "a" / "0.png")
-    assert examples.load_all(DataSpec(str(tmp_path))).x.tolist() == [[[[255] * 3] * 2] * 2]
+    assert examples.load_split(DataSpec(str(tmp_path))).x.tolist() == [[[[255] * 3] * 2] * 2]
 
 
 def test_a_rotated_photograph_stands_upright(tmp_path: Path) -> None:
     case = images(rotated)(tmp_path)
-    assert examples.load_all(DataSpec(str(tmp_path))).x.shape == (4, 17, 20, 3)
+    assert examples.load_split(DataSpec(str(tmp_path))).x.shape == (4, 17, 20, 3)
     assert len(case.files) == 4
 
 
@@ -244,7 +244,7 @@ def test_images_that_would_lose_information_are_rejected_when_prepared(
     save(file)
     with pytest.raises(DataError, match=reason) as raised:
         prepare.prepare_and_check(
-            settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **case.job}), tmp_path / "b"
+            settings.parse_job({"name": "j", "method": "fedavg", "rounds": 1, **case.job}), tmp_path / "b"
         )
     assert str(file) in str(raised.value)
 
@@ -252,9 +252,9 @@ def test_images_that_would_lose_information_are_rejected_when_prepared(
 def test_deep_images_without_depth_name_the_setting(tmp_path: Path) -> None:
     images(saved("I;16", ".png"), 1)(tmp_path)
     with pytest.raises(DataError, match=r"more than 8 bits: set \[data\] depth = 12"):
-        examples.load_all(DataSpec(str(tmp_path)))
+        examples.load_split(DataSpec(str(tmp_path)))
     with pytest.raises(DataError, match=r"above the 1023 of \[data\] depth = 10: set it to 12"):
-        examples.load_all(DataSpec(str(tmp_path), depth=10))
+        examples.load_split(DataSpec(str(tmp_path), depth=10))
 
 
 @pytest.mark.parametrize("first", ["8 bits", "12 bits", "12 bits, all black"])
@@ -266,7 +266,7 @@ def test_one_image_of_12_bits_among_others_gives_the_depth_in_any_order(tmp_path
         Image.fromarray(np.full((4, 4), levels[name])).save(tmp_path / "train" / "a" / f"{number}.png")
     data = complete_data_table({"path": str(tmp_path)})
     assert data["depth"] == 12
-    assert examples.load_all(DataSpec.parse(data)).x.dtype == np.uint16
+    assert examples.load_split(DataSpec.parse(data)).x.dtype == np.uint16
 
 
 def test_black_images_of_16_bits_have_a_depth(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import require_made_for
+from fedquilt.coordinator.preflight import require_matching_bundle
 from fedquilt.core import FedquiltError, JobError, ModelError
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
@@ -23,7 +23,7 @@ from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import blocks, stitched
-from fedquilt.tools.artefacts.prepare import prepare, prepare_and_check
+from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
 from fedquilt.tools.experiments import compare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -38,7 +38,7 @@ def job(*donors: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     """4 x 3 and 3 x 2 weights: 36 FLOPs; inputs of 4 and 3 floats kept for the backward pass, and 10 times the wider
     at work. The network's table goes to the agents without weights and seed."""
-    made = prepare({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
+    made = prepare_bundle({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
     size = 4 * (4 + 3) + 10 * 4 * 4
     rows = [
@@ -50,21 +50,21 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     facts = {"flops": 36.0, "example_bytes": size, "register": register, "pretrained": False}
     facts["layers"] = [["1", 24.0, 0.0, 28.0, 1], ["2", 0.0, 0.0, 24.0, 1], ["3", 12.0, 0.0, 20.0, 1]]
     assert made.meta == {"network": network, **facts}
-    wanted = {name: value.numpy() for name, value in registry.load(network, seed=7).state_dict().items()}
-    assert tensors.encode(made.load("model")) == tensors.encode(wanted)
-    assert masks.from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
+    wanted = {name: value.numpy() for name, value in registry.load_network(network, seed=7).state_dict().items()}
+    assert tensors.encode_tensors(made.load("model")) == tensors.encode_tensors(wanted)
+    assert masks.plan_from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
 
 
 def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask for torch first would bring 2 GB, and the same mistake."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModelError, match=r"'mpl'.*did you mean 'mlp'"):
-        prepare({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
+        prepare_bundle({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
 
 
 def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
     """An agent needs it to turn stored images into what the network takes."""
-    made = prepare({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
+    made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
     assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
 
 
@@ -80,37 +80,39 @@ def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     tmp_path: Path, tables: dict[str, Any], edited: dict[str, Any]
 ) -> None:
     """A bundle fits its job wherever the input table stands; `fleet`, `serve` and `compare` check alike."""
-    made = prepare(tables, tmp_path)
+    made = prepare_bundle(tables, tmp_path)
     np.savez(tmp_path / "own.npz", x=np.zeros((6, 8, 8), np.uint8), y=np.arange(6) % 3)
     data = {"path": str(tmp_path / "own.npz")}
-    own = settings.parse({"name": "a", "method": "fedavg", "data": data, **tables})
-    require_made_for(own, made)
-    assert len(compare.cases(own, tmp_path, seeds=[0])) == 1
+    own = settings.parse_job({"name": "a", "method": "fedavg", "data": data, **tables})
+    require_matching_bundle(own, made)
+    assert len(compare.make_cases(own, tmp_path, seeds=[0])) == 1
     other = msgspec.structs.replace(own, model={**own.model, **edited})
     with pytest.raises(JobError, match="prepared from another job"):
-        require_made_for(other, made)
+        require_matching_bundle(other, made)
     with pytest.raises(JobError, match="prepared from another job"):
-        compare.cases(other, tmp_path, seeds=[0])
+        compare.make_cases(other, tmp_path, seeds=[0])
 
 
 def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None:
     """The bundle's is what boards would use; a key that the job leaves out is the bundle's to say."""
-    made = prepare({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
-    own = settings.parse({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
-    require_made_for(own, made)
+    made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
+    own = settings.parse_job({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
+    require_matching_bundle(own, made)
     with pytest.raises(JobError, match=r"another job than this \(\[input\] differ"):
-        require_made_for(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
+        require_matching_bundle(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
 
 
 @pytest.mark.parametrize("leaves_out", [(), ("donors",), ("donors", "input")])
 def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leaves_out: tuple[str, ...]) -> None:
     """Votes and heads are for the bundle's labels, whether or not the job says which donors they are of."""
     table = job({"name": "p", "network": PLAIN})
-    made = prepare(table, tmp_path)
+    made = prepare_bundle(table, tmp_path)
     kept = {key: value for key, value in table.items() if key not in leaves_out}
 
     def require(*labels: str) -> None:
-        require_made_for(settings.parse({"name": "a", "method": "fedstitch", **kept, "labels": labels}), made)
+        require_matching_bundle(
+            settings.parse_job({"name": "a", "method": "fedstitch", **kept, "labels": labels}), made
+        )
 
     require("a", "b", "c")
     with pytest.raises(JobError, match=r"labels \(label 1 is 'c' in the job and 'b' in the bundle\) differ.*prepare"):
@@ -127,15 +129,17 @@ def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
 ) -> None:
     """Every donor's blocks, in order, from the bundle's own folder, give what the network gives; tiled or whole."""
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
-    prepare(job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path)
-    opened = bundle.load(tmp_path)
-    stock = stitched.stock(opened.meta)
+    prepare_bundle(
+        job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path
+    )
+    opened = bundle.load_bundle(tmp_path)
+    stock = stitched.load_donor_pool(opened.meta)
     assert {name: len(donor.blocks) for name, donor in stock.donors.items()} == {"p": 5, "r": 5}
     x = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
     engine = OnnxEngine(2**30)
     for name, network, seed in (("p", PLAIN, 1), ("r", RESIDUAL, 2)):
         path = [stock.blocks[block] for block in stock.donors[name].blocks]
-        y = stitched.forward(
+        y = stitched.run_path(
             path,
             [None] * len(path),
             lambda block, maps: stitched.run_block(
@@ -143,20 +147,20 @@ def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
             ),
             x,
         )
-        wanted = registry.load(network, seed=seed)(_torch(x)).detach().numpy()
+        wanted = registry.load_network(network, seed=seed)(_torch(x)).detach().numpy()
         np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_in_tiles_names_its_graphs_by_stage_and_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool and flatten, then 64 -> 3 in tiles of a row, whose bytes (and a bias each) are what has to be resident."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 300)
-    made = prepare(job({"name": "r", "network": RESIDUAL}), tmp_path)
+    made = prepare_bundle(job({"name": "r", "network": RESIDUAL}), tmp_path)
     table = made.meta["blocks"]
     assert table["r.4"]["stages"] == [["r.4.0.onnx"], ["r.4.1.0.onnx", "r.4.1.1.onnx", "r.4.1.2.onnx"]]
     assert (table["r.4"]["weight_bytes"], table["r.4"]["resident_bytes"]) == (3 * 260, 260)
     assert (table["r.3"]["stages"], table["r.3"]["data"]) == ([["r.3.onnx"]], ["r.3.data"])
     assert table["r.3"]["weight_bytes"] == table["r.3"]["resident_bytes"]
-    used = [name for block in stitched.stock(made.meta).blocks.values() for name in block.files]
+    used = [name for block in stitched.load_donor_pool(made.meta).blocks.values() for name in block.files]
     assert sorted(used) == sorted(made.files)
 
 
@@ -165,7 +169,7 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     table = job({"name": "r", "network": RESIDUAL, "seed": 2, "align": [[1], [], [0, 2]]}, model=PLAIN)
     said: list[str] = []
     for folder in ("one", "two"):
-        prepare(table, tmp_path / folder, said.append)
+        prepare_bundle(table, tmp_path / folder, said.append)
     one, two = (tmp_path / folder / "bundle.json" for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
     assert said[:2] == ["model plain: 135 kB", "donor r: 5 blocks, 307 kB"]
@@ -182,14 +186,14 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
     """Without an alignment the donor's own classes say nothing, and the bundle does not have the key."""
     donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
-    assert prepare(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
+    assert prepare_bundle(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
 
 
 def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None:
     """Ten labels; 118 dogs, one horse; no class counts twice (the loader would refuse it)."""
     labels = [str(i) for i in range(10)]
     donor = {"name": "s", "network": {"name": "torchvision/squeezenet1_1"}, "align": "imagenet-cifar10"}
-    made = prepare({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
+    made = prepare_bundle({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
     groups = made.meta["donors"]["s"]["align"]
     assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
     assert groups[7] == [339]
@@ -213,8 +217,8 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
     table = {**job({"name": "p", "network": network, "align": align}), "labels": ["cat", "dog", "truck"]}
     told: list[str] = []
     table["donors"][0]["classes"] = "names.txt"
-    parsed = settings.anchored(table, tmp_path)
-    made = prepare(parsed, tmp_path / "out", told.append)
+    parsed = settings.make_paths_absolute(table, tmp_path)
+    made = prepare_bundle(parsed, tmp_path / "out", told.append)
     assert made.meta["donors"]["p"]["align"] == wanted
     assert ("donor p: cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
 
@@ -242,7 +246,7 @@ def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: d
     if donor.get("classes") == "FILE":
         donor["classes"] = str(tmp_path / "names.txt")
     with pytest.raises(FedquiltError, match=message):
-        prepare({**job(donor), "labels": ["cat", "dog", "deer"]}, tmp_path / "out")
+        prepare_bundle({**job(donor), "labels": ["cat", "dog", "deer"]}, tmp_path / "out")
 
 
 def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +259,7 @@ def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.Monk
     )
     monkeypatch.chdir(tmp_path)
     donor = {"name": "own", "network": {"name": "own_donor_net:net"}, "cuts": ["1", "2"]}
-    assert prepare(job(donor), tmp_path / "out").meta["donors"]["own"]["blocks"] == ["own.0", "own.1", "own.2"]
+    assert prepare_bundle(job(donor), tmp_path / "out").meta["donors"]["own"]["blocks"] == ["own.0", "own.1", "own.2"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +288,7 @@ def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
 ) -> None:
     """The message names the table, the key or class, and what would do."""
     with pytest.raises(error, match=message):
-        prepare(table, tmp_path / "out")
+        prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -304,7 +308,7 @@ def test_a_network_that_comes_frozen_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     table = {"model": {"name": f"{name}:net", "input": {"mean": [0.0] * 4}}}
     with pytest.raises(ModelError, match=rf"network '{name}:net': {said} are frozen \(requires_grad = False\)"):
-        prepare(table, tmp_path / "bundle")
+        prepare_bundle(table, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
 
@@ -314,13 +318,16 @@ def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     table = {"model": {"name": "halved:net", "input": {"mean": [0.0] * 4}}}
     with pytest.raises(ModelError, match=r"network 'halved:net': parameter 'weight' is float16.*\.float\(\)"):
-        prepare(table, tmp_path / "bundle")
+        prepare_bundle(table, tmp_path / "bundle")
 
 
 def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
     """Another job in the same folder: its index stands alone."""
-    prepare(job({"name": "p", "network": PLAIN}), tmp_path)
-    assert set(prepare({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {"model", "masks"}
+    prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path)
+    assert set(prepare_bundle({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {
+        "model",
+        "masks",
+    }
 
 
 def _torch(x: np.ndarray) -> Any:
@@ -344,7 +351,7 @@ def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, met
     assert [kept in line for line in told] == [True] * bool(kept)
 
     given = tmp_path / "given.safetensors"
-    given.write_bytes(tensors.encode(made.load("model")))
+    given.write_bytes(tensors.encode_tensors(made.load("model")))
     said.clear()
     prepare_and_check(
         msgspec.structs.replace(job, model={**SERIES, "weights": str(given)}), tmp_path / "g.bundle", said.append

@@ -23,11 +23,11 @@ from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD, Params
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching import blocks, search
-from fedquilt.tools.artefacts.prepare import prepare
-from fedquilt.tools.artefacts.quantize import INT8_DELTA, Choice, settled
+from fedquilt.tools.artefacts.prepare import prepare_bundle
+from fedquilt.tools.artefacts.quantize import INT8_DELTA, Choice, find_rejected
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.hands import delivered
-from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.hands import make_task_and_context
+from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -68,8 +68,8 @@ def job(images: str | None, *, weights: str | None = None, **more: Any) -> dict[
 def both(images: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The job's bundle without `[int8]`, and with it."""
     folder = tmp_path_factory.mktemp("both")
-    prepare(job(None), folder / "plain")
-    prepare(job(images), folder / "quick")
+    prepare_bundle(job(None), folder / "plain")
+    prepare_bundle(job(images), folder / "quick")
     return folder / "plain", folder / "quick"
 
 
@@ -91,15 +91,17 @@ class Watched(OnnxEngine):
 
 def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[Any, dict[str, Any], tuple[str, ...]]:
     """A device's answer on pictures of its own after the beginning of donor "p", the order's files, and the pool."""
-    made = bundle.load(folder)
+    made = bundle.load_bundle(folder)
     state = METHOD.init(made, Params(score_at="output", early=0, samples=20), 0)
-    net = replace(search.beginnings(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
-    pool = search.offered(net, state.stock, state.params)
+    net = replace(search.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
+    pool = search.offered_blocks(net, state.stock, state.params)
     order = METHOD.send(replace(state, current=net, pool=pool), DeviceView("d", None, ()))
     assert order is not None
     member = Member("d", pictures(40, 7), pictures(4, 8))
     blobs, sent = folder / "blobs", cache / "sent"
-    task, site = delivered(METHOD, order, member, sent, engine=engine, cache=cache, path=lambda ref: blobs / ref.sha256)
+    task, site = make_task_and_context(
+        METHOD, order, member, sent, engine=engine, cache=cache, path=lambda ref: blobs / ref.sha256
+    )
     return METHOD.work(task, site), dict(order.bundles), pool
 
 
@@ -119,9 +121,9 @@ def test_nothing_else_changes_in_the_bundle(both: tuple[Path, Path]) -> None:
 def test_preparing_twice_gives_the_same_bytes(both: tuple[Path, Path], images: str, tmp_path: Path) -> None:
     """The same bundle.json; each donor's line says how many of its blocks were accepted."""
     said: list[str] = []
-    prepare(job(images), tmp_path, said.append)
+    prepare_bundle(job(images), tmp_path, said.append)
     assert (tmp_path / "bundle.json").read_bytes() == (both[1] / "bundle.json").read_bytes()
-    taken = in_int8(bundle.load(tmp_path))
+    taken = in_int8(bundle.load_bundle(tmp_path))
     for line, (donor, count) in zip(said[2:], CANDIDATES.items(), strict=True):
         accepted = sum(name.startswith(donor) for name in taken)
         assert line.startswith(f"donor {donor}: {accepted} of {count} candidates in 8 bits")
@@ -136,7 +138,7 @@ def test_accepted_blocks_score_and_are_chosen_as_in_float32(
     """On pictures that preparing has not seen; what scores are compared with is the same to the bit."""
     plain, quick = ((*scored(folder, Watched(), length, tmp_path / folder.name),) for folder in both)
     pool = quick[2]
-    taken = np.array([name in in_int8(bundle.load(both[1])) for name in pool])
+    taken = np.array([name in in_int8(bundle.load_bundle(both[1])) for name in pool])
     one, other = (answer.bundles["scores"] for answer in (plain[0], quick[0]))
     change = np.abs(one["score"] - other["score"])
     assert taken.any()
@@ -153,14 +155,14 @@ def test_a_block_that_8_bits_destroy_stays_in_float32(images: str, tmp_path: Pat
 
     In paths of two blocks it is never a candidate, so that its output on its own donor's maps decides.
     """
-    state = {name: value.numpy().copy() for name, value in registry.load(RESIDUAL, seed=2).state_dict().items()}
+    state = {name: value.numpy().copy() for name, value in registry.load_network(RESIDUAL, seed=2).state_dict().items()}
     state["2.conv1.weight"][0] = 1e4 * np.abs(state["2.conv1.weight"][0])
     state["2.conv2.weight"][:, 0] = 0
     state["2.shortcut.0.weight"][:] = 0
-    (tmp_path / "r.safetensors").write_bytes(tensors.encode(state))
+    (tmp_path / "r.safetensors").write_bytes(tensors.encode_tensors(state))
     said: list[str] = []
     table = job(images, weights=str(tmp_path / "r.safetensors"), params={"depth": depth})
-    made = prepare(table, tmp_path / "out", said.append)
+    made = prepare_bundle(table, tmp_path / "out", said.append)
     assert not {"r.2", "r.2.int8.onnx"} & {*in_int8(made), *made.files}
     assert {"r.1", "r.3"} & in_int8(made)
     assert "too far off" in said[3]
@@ -172,7 +174,7 @@ def test_tiles_stay_in_float32(images: str, tmp_path: Path, monkeypatch: pytest.
     said: list[str] = []
     table = job(images)
     table["donors"][0]["cuts"] = ["0", "1", "2"]
-    made = prepare(table, tmp_path, said.append)
+    made = prepare_bundle(table, tmp_path, said.append)
     assert [len(made.meta["blocks"][name]["stages"]) for name in ("p.3", "r.4")] == [2, 2]
     assert not {"p.3", "r.4"} & in_int8(made)
     assert ["1 float32 only" in line for line in said[2:]] == [True, True]
@@ -180,7 +182,7 @@ def test_tiles_stay_in_float32(images: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path], tmp_path: Path) -> None:
     """A whole search; then its tasks by themselves: input scores, sums and validation hold no such graph."""
-    made = bundle.load(both[1])
+    made = bundle.load_bundle(both[1])
     quick = {made.files[f"{name}.int8.onnx"].sha256 for name in in_int8(made)}
     phases: dict[str, set[str]] = {}
     sent: dict[str, set[str]] = {}
@@ -199,7 +201,7 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
 
     def search(**changes: Any) -> None:
         wanted = Job(name="toy", method="fedstitch", rounds=1000, params={**params, **changes}, fleet=ROOM)
-        list(states(wanted, both[1], members, load=lambda name: double, engine=engine))
+        list(iterate_states(wanted, both[1], members, load=lambda name: double, engine=engine))
 
     search()
     assert phases["score"] & quick
@@ -216,7 +218,7 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
 
 def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]) -> None:
     """As it is without any other file of a block."""
-    made = bundle.load(both[1])
+    made = bundle.load_bundle(both[1])
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
     with pytest.raises(FedquiltError, match=f"lacks {name}"):
@@ -233,22 +235,22 @@ def choice(plain: list[float], quick: list[float]) -> Choice:
 def test_scores_that_change_too_much_or_not() -> None:
     """0.009 may be, 0.01 may not; b is not asked about."""
     found = choice([0.9, 0.5, 0.3], [0.909, 0.2, 0.32])
-    assert settled([found], ["a", "c"], 1) == ({"c"}, set())
+    assert find_rejected([found], ["a", "c"], 1) == ({"c"}, set())
 
 
 def test_blocks_that_change_places_across_the_limit_are_taken_back() -> None:
     """Of the best two b goes and c comes: both are taken back, a is not; among the best three nothing changes."""
     found = choice([0.9, 0.505, 0.5], [0.895, 0.5, 0.505])
-    assert settled([found], "abc", 2) == (set(), {"b", "c"})
-    assert settled([found], "abc", 3) == (set(), set())
+    assert find_rejected([found], "abc", 2) == (set(), {"b", "c"})
+    assert find_rejected([found], "abc", 3) == (set(), set())
 
 
 def test_what_is_taken_back_may_take_back_another() -> None:
     """c comes where b was in the first choice, so both are back; in the second, c alone had kept a in its place."""
     first = choice([0.1, 0.505, 0.5], [0.1, 0.504, 0.508])
     second = choice([0.505, 0.2, 0.503], [0.501, 0.2, 0.5])
-    assert settled([second], "abc", 1) == (set(), set())
-    assert settled([first, second], "abc", 1) == (set(), {"a", "b", "c"})
+    assert find_rejected([second], "abc", 1) == (set(), set())
+    assert find_rejected([first, second], "abc", 1) == (set(), {"a", "b", "c"})
 
 
 # -- what is asked --------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(
     if table["int8"].get("path") == PATH:
         table["int8"] = {**table["int8"], "path": images}
     with pytest.raises(error, match=message):
-        prepare(table, tmp_path / "out")
+        prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -284,4 +286,4 @@ def test_images_are_found_from_where_the_job_file_is(tmp_path: Path) -> None:
     """As those of [data] are."""
     text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\nimages = 8\n'
     (tmp_path / "job.toml").write_text(text)
-    assert settings.load(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz"), "images": 8}
+    assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz"), "images": 8}

@@ -17,7 +17,7 @@ import classifiers
 import made_graphs
 import onnx
 
-from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
+from fedquilt.tools.artefacts.run_model import Row, compute_accuracy, main, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
@@ -53,7 +53,7 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
         ("night/b.PNG", "day", "night"),
     ]
     assert rows[0].score == pytest.approx(250 / 255 - 0.5, abs=1e-6)
-    assert accuracy(rows) == 0.5
+    assert compute_accuracy(rows) == 0.5
 
 
 def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> No
     two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
     x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
     assert run_model(two, x) == run_model(model, x)
-    found = Models(two).now.network.scores(np.zeros((1, 1, 4, 4), np.float32))
+    found = Models(two).now.network.compute_scores(np.zeros((1, 1, 4, 4), np.float32))
     assert found.tolist() == [[0.5, -0.5]]
     assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
 
@@ -75,8 +75,10 @@ def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Pat
     rows = run_model(model, npz(tmp_path / "a.npz", x=x))
     assert [row.label for row in rows] == ["night", "night", "day", "day"] * 50
     assert [row.image for row in rows] == [str(i) for i in range(200)]
-    assert accuracy(rows) is None
-    assert accuracy(run_model(model, npz(tmp_path / "b.npz", x_test=x, y_test=np.tile([0, 1, 1, 1], 50)))) == 0.75
+    assert compute_accuracy(rows) is None
+    assert (
+        compute_accuracy(run_model(model, npz(tmp_path / "b.npz", x_test=x, y_test=np.tile([0, 1, 1, 1], 50)))) == 0.75
+    )
 
 
 @pytest.mark.parametrize(("night", "said"), [(-np.inf, None), (np.inf, "not finite"), (np.nan, "not finite")])

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.tools.audit import Row, audit_methods, extract_gradient, fingerprints, picture, psnr, rows
+from fedquilt.tools.audit import (
+    Row,
+    audit_methods,
+    compare_fingerprints,
+    extract_gradient,
+    picture,
+    psnr,
+    upload_variants,
+)
 
 TABLE = {"channels": 1, "size": 12}
 NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
@@ -24,7 +32,7 @@ def attack():  # type: ignore[no-untyped-def]
     pytest.importorskip("torch")
     from fedquilt.tools.audit import attack as module
 
-    module.single()
+    module.use_one_thread()
     return module
 
 
@@ -55,7 +63,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))
-    x = torch.from_numpy(images.prepare(one().x, TABLE))
+    x = torch.from_numpy(images.prepare_images(one().x, TABLE))
     F.cross_entropy(model(x), torch.tensor([1])).backward()
     assert found.keys() == start.keys()
     for name, value in model.named_parameters():
@@ -87,11 +95,11 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
     from fedquilt import tensors
     from fedquilt.data import images
 
-    start, truth = attack.weights(NETWORK, 0), images.prepare(one().x, TABLE)[0]
+    start, truth = attack.weights(NETWORK, 0), images.prepare_images(one().x, TABLE)[0]
     found = {}
     for name, row in (("all", Row("x", "fedavg", {})), ("one", Row("x", "genefl", {"first_layers": 1}))):
         gradient = extract_gradient(row, NETWORK, start, one(), engine())
-        guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.rng("t"), 100)
+        guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.seeded_rng("t"), 100)
         assert guess.shape == truth.shape
         assert 0 <= guess.min() <= guess.max() <= 1
         found[name] = psnr(guess, truth)
@@ -103,7 +111,7 @@ def test_rows_are_methods_that_there_are() -> None:
     """Each with parameters that it has; the noise is named."""
     from fedquilt import methods
 
-    told = rows(0.01)
+    told = upload_variants(0.01)
     assert told[1].label == "FedAvg, noise 0.01"
     for row in told:
         methods.load(row.method).params(**row.params)
@@ -147,13 +155,13 @@ def test_psnr_by_hand() -> None:
 def test_a_fingerprint_tells_of_as_many_examples_as_there_are() -> None:
     """One example is its own mean picture."""
     some = Examples(np.repeat(one().x, 20, axis=0), np.zeros(20, int))
-    assert [each["examples"] for each in fingerprints(some)] == [1, 16]
+    assert [each["examples"] for each in compare_fingerprints(some)] == [1, 16]
 
 
 def test_a_sheet_holds_its_images_titles_and_notes() -> None:
     """Grey and colour, as pixels of their own; what is beyond 0..1 is cut off; a note stands under each."""
     grey, colour = np.linspace(-0.2, 1.2, 6).reshape(2, 3, 1), np.zeros((2, 3, 3))
-    sheet = picture.sheet(["original", "FedAvg, noise 1"], [[grey, colour]], [["", "12.5 dB"]])
+    sheet = picture.render_grid(["original", "FedAvg, noise 1"], [[grey, colour]], [["", "12.5 dB"]])
     root = ElementTree.fromstring(sheet)
     images = list(root.iter("{http://www.w3.org/2000/svg}image"))
     assert len(images) == 2

@@ -15,13 +15,13 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings as jobs
 from fedquilt.core import JobError
-from fedquilt.testing.toys import SMALL, build, folder, job, members
+from fedquilt.testing.toys import SMALL, build_donors, image_members, make_job, write_bundle
 from fedquilt.tools.bench import ablate, ablate_table
 from fedquilt.tools.bench.ablate import Case, Finished, Row, Setting
 from fedquilt.tools.demo import HERE
-from fedquilt.tools.experiments.baselines import Bench, pooled
+from fedquilt.tools.experiments.baselines import Bench, pool_examples
 
-DEMO = jobs.load(HERE / "job.toml")
+DEMO = jobs.load_job(HERE / "job.toml")
 BUNDLE = HERE / "bundle"
 
 
@@ -36,7 +36,7 @@ def row(part: str, accuracy: float, seed: int = 0, name: str = "", condition: st
 
 def test_there_is_a_run_for_each_partition_seed_and_part() -> None:
     """Two partitions and two seeds of two parts: eight, each with its own key and its own job."""
-    found = ablate.cases(DEMO, BUNDLE, ["0.1", "iid"], [1, 0], ["heads", "default"])
+    found = ablate.create_cases(DEMO, BUNDLE, ["0.1", "iid"], [1, 0], ["heads", "default"])
     assert [(case.condition, case.seed, case.part) for case in found] == [
         (condition, seed, part)
         for condition in ("alpha 0.1", "iid")
@@ -44,23 +44,23 @@ def test_there_is_a_run_for_each_partition_seed_and_part() -> None:
         for part in ("default", "heads")
     ]
     assert len({case.key for case in found}) == 8
-    job = jobs.parse(json.loads(found[2].job))
+    job = jobs.parse_job(json.loads(found[2].job))
     assert (job.seed, job.data["seed"], job.data["partition"], job.data["alpha"]) == (1, 1, "dirichlet", 0.1)
 
 
 def test_the_jobs_own_partition_is_the_default_and_has_the_same_key_by_name() -> None:
     """The demo's is Dirichlet with alpha 0.5."""
-    own = ablate.cases(DEMO, BUNDLE, (), [0])
+    own = ablate.create_cases(DEMO, BUNDLE, (), [0])
     assert {case.condition for case in own} == {"alpha 0.5"}
     assert [case.part for case in own] == list(ablate.PARTS)
-    assert [case.key for case in own] == [case.key for case in ablate.cases(DEMO, BUNDLE, ["0.5"], [0])]
+    assert [case.key for case in own] == [case.key for case in ablate.create_cases(DEMO, BUNDLE, ["0.5"], [0])]
 
 
 def test_a_key_changes_with_whatever_the_run_depends_on(tmp_path: Path) -> None:
     """The parameters and the donors; not the place of the bundle."""
-    (case,) = ablate.cases(DEMO, BUNDLE, (), [0], ["default"])
+    (case,) = ablate.create_cases(DEMO, BUNDLE, (), [0], ["default"])
     other = msgspec.structs.replace(DEMO, params={**DEMO.params, "k": 2})
-    assert ablate.cases(other, BUNDLE, (), [0], ["default"])[0].key != case.key
+    assert ablate.create_cases(other, BUNDLE, (), [0], ["default"])[0].key != case.key
     index = (BUNDLE / "bundle.json").read_bytes()
     shutil.copytree(BUNDLE, tmp_path, dirs_exist_ok=True)
     moved = msgspec.structs.replace(case, folder=str(tmp_path))
@@ -82,15 +82,15 @@ def test_what_cannot_be_run_is_refused_before_anything_is(
 ) -> None:
     """Each names what is wrong, or what there is."""
     with pytest.raises(JobError, match=said):
-        ablate.cases(DEMO, BUNDLE, alphas, [0], only)
+        ablate.create_cases(DEMO, BUNDLE, alphas, [0], only)
 
 
 def test_jobs_of_other_methods_or_without_data_are_refused() -> None:
     """There is nothing to stitch, or nothing to test on."""
     with pytest.raises(JobError, match="fedavg"):
-        ablate.cases(jobs.parse({"name": "other", "method": "fedavg"}), BUNDLE, (), [0])
+        ablate.create_cases(jobs.parse_job({"name": "other", "method": "fedavg"}), BUNDLE, (), [0])
     with pytest.raises(JobError, match=r"no \[data\]"):
-        ablate.cases(msgspec.structs.replace(DEMO, data={}), BUNDLE, (), [0])
+        ablate.create_cases(msgspec.structs.replace(DEMO, data={}), BUNDLE, (), [0])
 
 
 # -- one run --------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def setting(tmp_path: Path) -> Callable[..., Setting]:
     """Makes toy donors and devices, with a runner that has run nothing yet; so many devices take part in a round."""
 
     def make(size: int = 0, **changes: Any) -> Setting:
-        bundle, runner = build()
-        devices = members()
-        test = pooled([replace(each, train=each.held) for each in devices])
-        bench = Bench(bundle, Path, runner, pooled(devices), test)
+        bundle, runner = build_donors()
+        devices = image_members()
+        test = pool_examples([replace(each, train=each.held) for each in devices])
+        bench = Bench(bundle, Path, runner, pool_examples(devices), test)
         params = {**SMALL, **ablate.BASE, **changes}
-        searches = job("fedstitch", params, seed=3, rounds=1000, cohort={"size": size})
-        return Setting(bench, devices, searches, folder(tmp_path, bundle))
+        searches = make_job("fedstitch", params, seed=3, rounds=1000, cohort={"size": size})
+        return Setting(bench, devices, searches, write_bundle(tmp_path, bundle))
 
     return make
 
@@ -115,7 +115,7 @@ def setting(tmp_path: Path) -> Callable[..., Setting]:
 @pytest.mark.parametrize("part", ablate.VARIANTS)
 def test_every_variant_is_a_whole_search_with_an_account(part: str, setting: Callable[..., Setting]) -> None:
     """It ends with a tested network, and says what a device's round took."""
-    (found,) = ablate.searched(part, setting(2))
+    (found,) = ablate.run_search(part, setting(2))
     assert 0.3 < found["accuracy"] <= 1
     assert found["rounds"] >= 4
     least = found["rounds"] / 2
@@ -134,7 +134,7 @@ ACCOUNT = ("accuracy", "rounds", "down_bytes", "up_bytes", "scored", "path")
 def test_a_variant_is_another_search(part: str, setting: Callable[..., Setting]) -> None:
     """What it changes shows in its account."""
     given = setting(screen=1)
-    usual, other = (ablate.searched(name, given)[0] for name in ("default", part))
+    usual, other = (ablate.run_search(name, given)[0] for name in ("default", part))
     assert [usual[name] for name in ACCOUNT] != [other[name] for name in ACCOUNT]
 
 
@@ -142,7 +142,7 @@ def test_without_what_is_kept_the_network_is_the_same_and_more_is_run(
     setting: Callable[..., Setting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the time of the search is another; after it every device runs all donors on all of its images."""
-    accounts, searching, real = [], [], ablate.states
+    accounts, searching, real = [], [], ablate.iterate_states
     for part in ("default", "no-memo"):
         given = setting()
 
@@ -152,8 +152,8 @@ def test_without_what_is_kept_the_network_is_the_same_and_more_is_run(
                     searching.append(sum(given.bench.engine.runs.values()))
                 yield state
 
-        monkeypatch.setattr(ablate, "states", states)
-        accounts.append([ablate.searched(part, given)[0][name] for name in ACCOUNT])
+        monkeypatch.setattr(ablate, "iterate_states", states)
+        accounts.append([ablate.run_search(part, given)[0][name] for name in ACCOUNT])
     assert accounts[0] == accounts[1]
     assert searching[1] > 1.5 * searching[0]
 
@@ -161,12 +161,12 @@ def test_without_what_is_kept_the_network_is_the_same_and_more_is_run(
 def test_comparisons_name_their_donor(setting: Callable[..., Setting]) -> None:
     """However many devices are asked in a round, a donor's new head is that of all of them."""
     whole, some = setting(), setting(2)
-    assert [each["name"] for each in ablate.compared("unmodified", whole)] == ["ash, unmodified", "elm, unmodified"]
-    assert [each["name"] for each in ablate.compared("heads", whole)] == [
+    assert [each["name"] for each in ablate.run_baseline("unmodified", whole)] == ["ash, unmodified", "elm, unmodified"]
+    assert [each["name"] for each in ablate.run_baseline("heads", whole)] == [
         f"{d}, new head" for d in ("ash", "elm", "fir")
     ]
-    assert ablate.compared("heads", some) == ablate.compared("heads", whole)
-    mean, best = ablate.compared("alone", whole)
+    assert ablate.run_baseline("heads", some) == ablate.run_baseline("heads", whole)
+    mean, best = ablate.run_baseline("alone", whole)
     assert (mean["name"], best["name"]) == ("one device alone, mean", "one device alone, best of 4")
     assert mean["accuracy"] <= best["accuracy"]
 
@@ -191,10 +191,10 @@ class Table:
 def test_finished_runs_are_not_repeated(tmp_path: Path) -> None:
     """Only what is new is played; the rows come in the order of the cases."""
     player, said = Table(), []
-    first = ablate.cases(DEMO, BUNDLE, (), [0], ["default", "heads"])
-    ablate.played(first, tmp_path, player, said.append)
-    more = ablate.cases(DEMO, BUNDLE, (), [0], ["default", "paper", "heads"])
-    rows, failed = ablate.played(more, tmp_path, player, said.append)
+    first = ablate.create_cases(DEMO, BUNDLE, (), [0], ["default", "heads"])
+    ablate.run_cases(first, tmp_path, player, said.append)
+    more = ablate.create_cases(DEMO, BUNDLE, (), [0], ["default", "paper", "heads"])
+    rows, failed = ablate.run_cases(more, tmp_path, player, said.append)
     assert player.seen == ["heads", "default", "paper"]
     assert [each.part for each in rows] == ["default", "paper", "heads"]
     assert failed == []
@@ -205,14 +205,14 @@ def test_a_run_that_fails_is_told_and_tried_again_next_time(tmp_path: Path) -> N
     """The others are played all the same, and kept. A file that is damaged is played anew."""
     player = Table()
     player.broken = {"paper"}
-    todo = ablate.cases(DEMO, BUNDLE, (), [0], ["default", "paper"])
-    rows, failed = ablate.played(todo, tmp_path, player, lambda line: None)
+    todo = ablate.create_cases(DEMO, BUNDLE, (), [0], ["default", "paper"])
+    rows, failed = ablate.run_cases(todo, tmp_path, player, lambda line: None)
     assert [each.part for each in rows] == ["default"]
     assert failed == ["alpha 0.5, seed 0, paper: it broke"]
     (file,) = (tmp_path / "runs").iterdir()
     file.write_bytes(file.read_bytes()[:-3])
     player.broken = set()
-    rows, failed = ablate.played(todo, tmp_path, player, lambda line: None)
+    rows, failed = ablate.run_cases(todo, tmp_path, player, lambda line: None)
     assert player.seen == ["paper", "default", "paper", "default"]
     assert (len(rows), failed) == (2, [])
 
@@ -223,7 +223,7 @@ def test_a_run_that_fails_is_told_and_tried_again_next_time(tmp_path: Path) -> N
 def test_the_table_has_means_and_spreads() -> None:
     """0.5 and 0.7: mean 0.6, sd 0.1414; one seed has no spread; what no row knows stays unknown."""
     rows = [row("default", 0.5), row("default", 0.7, seed=1), row("heads", 0.4)]
-    one, other = ablate_table.table(rows)
+    one, other = ablate_table.summarise_rows(rows)
     assert (one["runs"], one["accuracy"], one["wall_s"]) == (2, pytest.approx(0.6), 1.5)
     assert one["sd"] == pytest.approx(0.02**0.5)
     assert (other["sd"], other["rounds"]) == (None, None)
@@ -239,7 +239,7 @@ def test_the_sentences_say_who_wins_either_way() -> None:
         row("heads", 0.7, name="ash, new head"),
         row("heads", 0.9, seed=1, name="ash, new head"),
     ]
-    assert ablate_table.verdicts(rows) == [
+    assert ablate_table.format_verdicts(rows) == [
         "Stitching beats, by so many points: one alone 15.0 ± 7.1.",
         "Stitching does not beat, short by so many points: ash, new head 10.0 ± 0.0.",
     ]
@@ -257,7 +257,7 @@ def test_the_votes_are_compared_either_way(plain: tuple[float, float], said: str
     """Weighted: 0.6 and 0.8."""
     rows = [row("default", 0.6), row("default", 0.8, seed=1)]
     rows += [row("plain-vote", accuracy, seed=seed) for seed, accuracy in enumerate(plain)]
-    (found,) = ablate_table.verdicts(rows)
+    (found,) = ablate_table.format_verdicts(rows)
     assert found.startswith(said)
 
 
@@ -265,7 +265,7 @@ def test_partitions_are_told_apart() -> None:
     """Under one of them stitching wins, under the other it does not."""
     rows = [row("default", 0.6), row("heads", 0.5)]
     rows += [row("default", 0.6, condition="alpha 0.1"), row("heads", 0.7, condition="alpha 0.1")]
-    text = "\n".join(ablate_table.lines(rows))
+    text = "\n".join(ablate_table.format_table(rows))
     assert text.index("iid: accuracy on 100 test images") < text.index("Stitching beats") < text.index("alpha 0.1")
     assert text.index("alpha 0.1") < text.index("Stitching does not beat")
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.tools.bench import cores, sim
-from fedquilt.tools.report.figures import figure_lines
+from fedquilt.tools.report.figures import format_figures
 
 
 @pytest.mark.nightly
@@ -28,7 +28,7 @@ def test_both_numbers_of_cores_come_to_the_same_model_and_the_ratio_is_of_this_r
     assert result["figures"]["on_twice_the_cores"]["value"] == round(result["ratios"][0], 3)
     assert result["figures"]["runs_with_other_bits"]["reached"]
     assert all(each > 0 for each in result["coordinator_ms"].values())
-    assert cores.lines(result)[-2:] == figure_lines(result)
+    assert cores.lines(result)[-2:] == format_figures(result)
 
 
 def test_a_contestant_and_its_children_keep_to_their_cores(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_contestant_and_its_children_keep_to_their_cores(tmp_path: Path) -> No
     code += "told = subprocess.run([sys.executable, '-c', inner], capture_output=True, text=True).stdout\n"
     code += "print(json.dumps({'start_s': 0.1, 'rounds_s': [1, 1], 'cores': told.strip()}))"
     contestant = sim.Contestant("one", "one", (sys.executable, "-c", code), 1, cores=frozenset([only]))
-    told = sim.run(contestant, tmp_path, sim.OVERHEAD, lambda: None)
+    told = sim.run_contestant(contestant, tmp_path, sim.OVERHEAD, lambda: None)
     assert told["cores"] == f"[{only}]"
 
 

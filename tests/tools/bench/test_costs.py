@@ -36,7 +36,9 @@ class Machine:
         """Work that takes so many times as long; whatever runs in the first turn takes ten times that."""
 
         def run() -> None:
-            self.now_s += (10 if self.runs < len(PROBES) + 2 else 1) * times * (cost_model.seconds(done, MACHINE) or 0)
+            self.now_s += (
+                (10 if self.runs < len(PROBES) + 2 else 1) * times * (cost_model.work_seconds(done, MACHINE) or 0)
+            )
             self.runs += 1
 
         return run

@@ -23,7 +23,7 @@ def board(points: str, work: Work, rounds: int = 2, idle: str = "{ value = 1.0, 
     head = "board = 'toy'\ntitle = 'toy'\nmemory_bytes = { value = 1e9, source = 'made' }\n"
     head += f"idle_w = {idle}\n" if idle else ""
     made = "[sources.made]\nprovenance = 'assumed'\ntext = 'made up for this test'\n"
-    found = energy.Laden(SimulatedDevice(profiles.parse(head + made + text, "here")))
+    found = energy.Laden(SimulatedDevice(profiles.parse_board_profile(head + made + text, "here")))
     found.tasks += [work] * rounds
     return found
 
@@ -37,7 +37,7 @@ def fleet() -> dict[str, energy.Laden]:
 
 def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden]) -> None:
     """Two rounds: 2 * (110 + 90) J against 2 * (120 + 60) J."""
-    told = energy.replay(fleet)
+    told = energy.replay_tasks(fleet)
     assert (told["rounds"], told["round_s"]) == (2, 100.0)
     assert told["joules"]["quick"] == {"energy": 360, "paper": 360, "max": 400, "board": 400, "cheapest": 360}
     assert told["saved_percent"]["quick"]["energy"] == 10.0
@@ -50,7 +50,7 @@ def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden])
 def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[str, energy.Laden]) -> None:
     """It takes 200 s, so rounds wait for it: 2 * (110 + 190) J at the quick board's fastest point. No sum has it."""
     fleet["dark"] = board("only 0.5 5", Work(flops=100.0), idle="")
-    told = energy.replay(fleet)
+    told = energy.replay_tasks(fleet)
     assert set(told["joules"]) == set(told["saved_percent"]) == {"slow", "quick", "fleet"}
     assert told["joules"]["quick"]["max"] == 600
     assert told["joules"]["fleet"]["max"] == 600 + 2 * (500 + 100)
@@ -58,7 +58,7 @@ def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[s
     usages = {
         name: {"dark": Usage(wall_s=60.0, energy_j=9.0), "slow": Usage(wall_s=20.0, energy_j=100.0)} for name in (0,)
     }
-    found = energy.summary(
+    found = energy.summarise_run(
         energy.Run(("a",), usages, {0: 50.0}, {0: 60.0}, {name: fleet[name] for name in ("dark", "slow")})
     )
     assert found["joules"] == {"slow": 130.0}
@@ -68,7 +68,7 @@ def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[s
 def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.Laden]) -> None:
     """One has no time, as every round waits for it; one is at its cheapest when it is fastest."""
     fleet["racer"] = board("fast 10 4,calm 5 3", Work(flops=100.0))
-    told = energy.replay(fleet)
+    told = energy.replay_tasks(fleet)
     assert told["no_time_to_spare"] == ["slow"]
     assert told["racing_is_best"] == ["slow", "racer"]
     assert told["joules"]["racer"]["paper"] > told["joules"]["racer"]["energy"] == told["joules"]["racer"]["max"]
@@ -77,10 +77,10 @@ def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.Laden]) -
 def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict[str, energy.Laden]) -> None:
     """Asked in advance it notes nothing."""
     quick, work = fleet["quick"], Work(flops=100.0)
-    assert quick.cost(work, Cost(duration_s=0.0)).duration_s == pytest.approx(10.0)
+    assert quick.task_cost(work, Cost(duration_s=0.0)).duration_s == pytest.approx(10.0)
     assert len(quick.tasks) == 2
-    quick.hold(quick.points[1])
-    assert quick.cost(work, Cost(duration_s=1.0)).energy_j == pytest.approx(120.0)
+    quick.pin_clocks(quick.points[1])
+    assert quick.task_cost(work, Cost(duration_s=1.0)).energy_j == pytest.approx(120.0)
     assert quick.tasks[2:] == [work]
 
 
@@ -90,7 +90,7 @@ def test_a_federation_is_told_until_its_deadlines() -> None:
     usages = {name: Usage(wall_s=20.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
     late = {name: Usage(wall_s=60.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
     run = energy.Run(("a",), {0: usages, 1: late}, {0: 50.0, 1: 50.0}, {0: 20.0, 1: 60.0}, boards)
-    told = energy.summary(run)
+    told = energy.summarise_run(run)
     assert told["joules"]["jetson-tx2"] == 230.0
     assert (told["in_time"], told["round_s"], told["deadline_s"]) == (0.5, 40.0, 50.0)
 
@@ -98,10 +98,10 @@ def test_a_federation_is_told_until_its_deadlines() -> None:
 def test_a_federation_under_a_policy_is_the_real_one(tmp_path: Path) -> None:
     """Every board answers every round, at points of its profile, and a network comes of it."""
     small = {"expansions": 1, "depth": 3, "finalists": 1, "samples": 6, "fit_samples": 10}
-    run = energy.federate("energy", tmp_path, {**energy.SEARCH, **small})
+    run = energy.run_federation("energy", tmp_path, {**energy.SEARCH, **small})
     assert run.path
     assert all(set(usages) == set(energy.BOARDS) for usages in run.rounds.values())
     assert all(len(board.tasks) == len(run.rounds) for board in run.boards.values())
-    told = energy.summary(run)
+    told = energy.summarise_run(run)
     assert told["in_time"] == 1.0
     assert told["points"]["jetson-orin-nano"] != [run.boards["jetson-orin-nano"].points[0].name]

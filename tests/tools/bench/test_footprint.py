@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.tools.bench import footprint
-from fedquilt.tools.report.figures import figure_lines
+from fedquilt.tools.report.figures import format_figures
 
 
 def test_a_network_is_trained_and_scored_and_steps_down_in_processes_of_its_own() -> None:
@@ -20,10 +20,10 @@ def test_a_network_is_trained_and_scored_and_steps_down_in_processes_of_its_own(
     assert result["stepped"][0]["peak_mb"] > 100
     told = footprint.lines(result)
     assert any(line.startswith("training  separable") for line in told)
-    assert told[-len(result["figures"]) :] == figure_lines(result)
+    assert told[-len(result["figures"]) :] == format_figures(result)
 
 
 def test_who_could_take_part_follows_from_the_papers_shares() -> None:
     """2.1 GB of work beside torch: only the devices with 4 and 8 GB, 40 %; 1 MB: everybody."""
-    assert footprint._covered("torch", 2_100_000_000)["share"] == pytest.approx(0.4)
-    assert footprint._covered("torch", 101_000_000)["share"] == pytest.approx(1.0)
+    assert footprint._device_coverage("torch", 2_100_000_000)["share"] == pytest.approx(0.4)
+    assert footprint._device_coverage("torch", 101_000_000)["share"] == pytest.approx(1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.tools.bench import gpu
-from fedquilt.tools.report.figures import figure_lines
+from fedquilt.tools.report.figures import format_figures
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +26,7 @@ def test_tasks_are_timed_beside_a_bare_loop_and_their_memory_beside_its_predicti
     assert 5 < row["true_mb"] < 400
     told = gpu.lines(result)
     assert told[2].split()[0] == "cnn"
-    assert told[-3:] == figure_lines(result)
+    assert told[-3:] == format_figures(result)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -12,7 +12,7 @@ import pytest
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.bench import sim
 from fedquilt.tools.bench.sim import others
-from fedquilt.tools.report.figures import figure_lines
+from fedquilt.tools.report.figures import format_figures
 
 TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
 
@@ -55,7 +55,7 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     ratio = told["ours"]["rate"] / told["bare_n"]["rate"]
     assert figures["overhead_of_bare_loop"]["value"] == pytest.approx(ratio, abs=0.001)
     assert "overhead_of_flower" not in figures
-    assert sim.lines(result)[-len(figures) :] == figure_lines(result)
+    assert sim.lines(result)[-len(figures) :] == format_figures(result)
 
 
 def test_images_that_do_not_do_are_refused(images: Path) -> None:
@@ -68,10 +68,10 @@ def test_images_that_do_not_do_are_refused(images: Path) -> None:
 
 def test_one_workload_can_be_run_by_itself() -> None:
     """By the names that the documentation calls them by; an unknown one lists them."""
-    assert [work.name for work in sim.chosen(())] == ["compute", "overhead"]
-    assert [work.name for work in sim.chosen(("W2",))] == ["overhead"]
+    assert [work.name for work in sim.select_workloads(())] == ["compute", "overhead"]
+    assert [work.name for work in sim.select_workloads(("W2",))] == ["overhead"]
     with pytest.raises(JobError, match="no workload 'w3' for --only: there are W1, W2"):
-        sim.chosen(("w3",))
+        sim.select_workloads(("w3",))
 
 
 def test_a_simulator_that_nobody_knows_is_refused_before_anything_runs(images: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "index"))):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found, absent = sim._contestants(["pfl"], 2)
+    found, absent = sim._find_contestants(["pfl"], 2)
     assert [each.name for each in found] == ["ours", "ours_torch", "bare_n", "bare_1"]
     assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
-    assert not (others.cache() / "pfl" / "ready").exists()
+    assert not (others.cache_folder() / "pfl" / "ready").exists()

@@ -33,7 +33,7 @@ class Asked(msgspec.Struct):
 
 def test_the_rounds_compared_are_taken_together() -> None:
     """The ratio is that of the sums, so that a short round weighs little."""
-    found = stitch._result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
+    found = stitch._build_result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
     assert found["figures"]["output_score_to_naive"]["value"] == 20.0
     assert found["figures"]["references_to_plain_forward"]["value"] == 1.25
     assert found["by_wall_time"]["output_score_to_naive"] == 30.0
@@ -46,8 +46,8 @@ def test_the_rounds_compared_are_taken_together() -> None:
 def test_scores_that_differ_are_no_speed_up() -> None:
     """One stray score and the figure says that it is not reached."""
     same, other = round_of(1, 90.0, 2.0), round_of(5, 90.0, 2.0, stray=0.01)
-    assert stitch._result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
-    assert not stitch._result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]
+    assert stitch._build_result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
+    assert not stitch._build_result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]
 
 
 def test_large_images_are_held_to_more() -> None:
@@ -56,7 +56,7 @@ def test_large_images_are_held_to_more() -> None:
     reached = {
         size: [way for way in stitch.FASTER if found["figures"][f"{way}_score_to_naive"]["reached"]]
         for size in (64, 224)
-        for found in [stitch._result(size, WHOLE, OWN, compared)]
+        for found in [stitch._build_result(size, WHOLE, OWN, compared)]
     }
     assert reached == {64: ["output", "hybrid"], 224: ["output"]}
-    assert not stitch._result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward"]["reached"]
+    assert not stitch._build_result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward"]["reached"]

@@ -43,24 +43,24 @@ class FakeBoard:
     def compute(self) -> None:
         if self.held is not None:
             self.trouble(self.held)
-        self.pass_s(1e9 * TIME.seconds(self.clocks(), TOP), POWER.watts(self.clocks(), TOP))
+        self.pass_s(1e9 * TIME.compute_seconds(self.clocks(), TOP), POWER.compute_watts(self.clocks(), TOP))
 
     def traffic(self) -> None:
-        self.pass_s(1e8 * TRAFFIC.seconds(self.clocks(), TOP), POWER.watts(self.clocks(), TOP))
+        self.pass_s(1e8 * TRAFFIC.compute_seconds(self.clocks(), TOP), POWER.compute_watts(self.clocks(), TOP))
 
     def read(self, now_s: float) -> Reading:
         return Reading(energy_j=self.energy_j, energy_source="fake counter") if self.meter else Reading()
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint:
+    def pin(self, point: OperatingPoint) -> OperatingPoint:
         self.held = point
         self.heard_s = self.now_s
         return point
 
-    def keepalive(self, now_s: float) -> None:
+    def send_keepalive(self, now_s: float) -> None:
         assert now_s - self.heard_s < 10.0, "a clock helper would have let go"
         self.heard_s = now_s
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         self.held = None
         self.releases += 1
 
@@ -69,34 +69,34 @@ class FakeBoard:
         return Rig(work, self.read, self if clocks else None, lambda: self.now_s, lambda s: self.pass_s(s, 1.5))
 
 
-POINTS = measure.chosen(measure.candidates(LISTS))
+POINTS = measure.select_points(measure.candidate_points(LISTS))
 
 
 def test_what_is_measured_is_what_the_board_does():
     """Each point's speed, traffic and power to a part in a thousand; idle power of 1.5 W first; clocks given back."""
     board = FakeBoard()
-    found = measure.measure(board.rig(), POINTS, 120.0)
+    found = measure.measure_points(board.rig(), POINTS, 120.0)
     assert found.idle_w == pytest.approx(1.5)
     assert [each.point.name for each in found.points] == [point.name for point in POINTS]
     for each in found.points:
-        at = measure.clocks_of(each.point)
-        assert each.point.flops_per_s == pytest.approx(1 / TIME.seconds(at, TOP), rel=1e-3)
-        assert each.point.bytes_per_s == pytest.approx(1 / TRAFFIC.seconds(at, TOP), rel=1e-3)
-        assert each.point.busy_w == pytest.approx(POWER.watts(at, TOP), rel=1e-3)
+        at = measure.clocks_by_axis(each.point)
+        assert each.point.flops_per_s == pytest.approx(1 / TIME.compute_seconds(at, TOP), rel=1e-3)
+        assert each.point.bytes_per_s == pytest.approx(1 / TRAFFIC.compute_seconds(at, TOP), rel=1e-3)
+        assert each.point.busy_w == pytest.approx(POWER.compute_watts(at, TOP), rel=1e-3)
     assert (board.held, board.releases, found.skipped) == (None, 1, ())
     assert found.power_source == "fake counter, counter"
 
 
 def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
     """The coefficients that the fake follows, measured by their sources, and the errors of the fit near nothing."""
-    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    board = profiles.parse(write.text(result.board), "recorded")
+    result = record.build_profile(measure.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    board = profiles.parse_board_profile(write.format_board(result.board), "recorded")
     assert board == result.board
     assert (board.board, board.title) == ("nvidia-jetson-toy-rev.-2", "NVIDIA Jetson Toy (rev. 2)")
     assert board.provenance() == "measured"
-    assert board.model.inverse("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
-    assert board.model.inverse("byte").cycles == pytest.approx(dict(TRAFFIC.cycles), rel=1e-3)
-    assert (board.model.draw().base_w, board.model.draw().exponent) == (pytest.approx(3.0, rel=1e-3), 2.0)
+    assert board.model.time_law("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
+    assert board.model.time_law("byte").cycles == pytest.approx(dict(TRAFFIC.cycles), rel=1e-3)
+    assert (board.model.power_model().base_w, board.model.power_model().exponent) == (pytest.approx(3.0, rel=1e-3), 2.0)
     assert len(board.operating_points()) == 12  # 4 x 3, those measured among them
     assert result.time_errors.worst < 1e-6
     assert "at points left out of the fit" in board.sources["fit"].text
@@ -107,7 +107,7 @@ def test_progress_is_shown_with_the_time_that_is_left():
     """Before each point its number, its name and the most that is still to come; a default run ends within 10 min."""
     said: list[str] = []
     board = FakeBoard()
-    measure.measure(board.rig(), POINTS, 300.0, said.append)
+    measure.measure_points(board.rig(), POINTS, 300.0, said.append)
     starts = [line for line in said if line.startswith("[")]
     assert [line.split("]")[0] for line in starts] == [f"[{k}/{len(POINTS)}" for k in range(1, len(POINTS) + 1)]
     assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}; at most 4.8 min more")
@@ -116,36 +116,40 @@ def test_progress_is_shown_with_the_time_that_is_left():
 
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     """The board's own law holds well; one odd point makes it bad; too few points cannot be cross-validated."""
-    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    assert record.trust(result)[0].startswith(
+    result = record.build_profile(measure.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    assert record.describe_accuracy(result)[0].startswith(
         "time: the model holds well elsewhere, within 0.0 % at every point left out"
     )
     board = FakeBoard()
 
     def odd(point: OperatingPoint) -> None:
         if point.name == POINTS[3].name:
-            board.pass_s(3 * 1e9 * TIME.seconds(measure.clocks_of(point), TOP), 1.0)
+            board.pass_s(3 * 1e9 * TIME.compute_seconds(measure.clocks_by_axis(point), TOP), 1.0)
 
     board.trouble = odd
-    off = record.profile(measure.measure(board.rig(), POINTS, 120.0), FACTS, LISTS)
-    assert "time: the model holds badly elsewhere" in record.trust(off)[0]
-    assert "by --points" in record.trust(off)[0]
+    off = record.build_profile(measure.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
+    assert "time: the model holds badly elsewhere" in record.describe_accuracy(off)[0]
+    assert "by --points" in record.describe_accuracy(off)[0]
     few = dataclasses.replace(result, time_errors=fit.Errors((0.0,), (None,)), traffic_errors=None, power_errors=None)
-    assert record.trust(few) == ["time: not cross-validated, as too few points were measured: give it more --minutes"]
+    assert record.describe_accuracy(few) == [
+        "time: not cross-validated, as too few points were measured: give it more --minutes"
+    ]
 
 
 def test_only_points_within_the_owners_mode_are_measured():
     """A mode that caps the GPU: the profile still lists all its clocks."""
     clocks = [Clock("gpu", "gpu", (1e8, 2e8, 3e8), 1e8, 2e8, 1e8, None, ceiling_hz=2e8)]
-    assert record.permitted(clocks) == {"gpu_hz": (1e8, 2e8)}
-    assert record.listed(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
+    assert record.permitted_settings(clocks) == {"gpu_hz": (1e8, 2e8)}
+    assert record.common_settings(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
 
 
 def test_time_is_bounded_and_what_was_left_out_is_said():
     """In 4 s not all nine points have their 1.5 s; no more than one unit of work goes beyond."""
     board = FakeBoard()
-    found = measure.measure(board.rig(), POINTS, 4.0)
-    assert board.now_s - 100.0 < 4.0 + 1e9 * TIME.seconds({axis: values[0] for axis, values in LISTS.items()}, TOP)
+    found = measure.measure_points(board.rig(), POINTS, 4.0)
+    assert board.now_s - 100.0 < 4.0 + 1e9 * TIME.compute_seconds(
+        {axis: values[0] for axis, values in LISTS.items()}, TOP
+    )
     assert found.skipped
     assert len(found.points) + len(found.skipped) == len(POINTS)
     assert {reason for _, reason in found.skipped} == {"no time was left"}
@@ -161,7 +165,7 @@ def test_a_point_too_slow_for_its_time_is_skipped():
             board.pass_s(5.0, 1.0)
 
     board.trouble = slow
-    found = measure.measure(board.rig(), POINTS, 60.0)
+    found = measure.measure_points(board.rig(), POINTS, 60.0)
     assert [name for name, _ in found.skipped] == [POINTS[2].name]
     assert "did not suffice" in found.skipped[0][1]
 
@@ -177,7 +181,7 @@ def test_clocks_are_given_back_whatever_happens(error):
 
     board.trouble = fault
     with pytest.raises(error):
-        measure.measure(board.rig(), POINTS, 120.0)
+        measure.measure_points(board.rig(), POINTS, 120.0)
     assert (board.held, board.releases) == (None, 1)
 
 
@@ -190,36 +194,38 @@ def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
             raise ClockError("the hottest zone is at 90 C")
 
     board.trouble = hot
-    found = measure.measure(board.rig(), POINTS, 120.0)
+    found = measure.measure_points(board.rig(), POINTS, 120.0)
     assert found.skipped == ((POINTS[0].name, "the hottest zone is at 90 C"),)
     assert len(found.points) == len(POINTS) - 1
 
 
 def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
     """No clocks, no model, and the profile is whole all the same."""
-    found = measure.measure(FakeBoard().rig(clocks=False), [], 20.0)
-    result = record.profile(found, FACTS, {})
-    (point,) = profiles.parse(write.text(result.board), "recorded").operating_points()
+    found = measure.measure_points(FakeBoard().rig(clocks=False), [], 20.0)
+    result = record.build_profile(found, FACTS, {})
+    (point,) = profiles.parse_board_profile(write.format_board(result.board), "recorded").operating_points()
     assert (point.name, point.cpu_hz, result.board.model, result.time_errors) == ("as-is", None, None, None)
-    assert point.flops_per_s == pytest.approx(1 / TIME.seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3)
-    assert any("too few to fit" in line for line in record.lines(result))
+    assert point.flops_per_s == pytest.approx(
+        1 / TIME.compute_seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3
+    )
+    assert any("too few to fit" in line for line in record.format_result(result))
 
 
 def test_without_a_meter_power_is_left_out_and_that_is_said():
     """None, never 0; the model has times alone."""
-    found = measure.measure(FakeBoard(meter=False).rig(), POINTS, 120.0)
-    result = record.profile(found, FACTS, LISTS)
+    found = measure.measure_points(FakeBoard(meter=False).rig(), POINTS, 120.0)
+    result = record.build_profile(found, FACTS, LISTS)
     assert (found.idle_w, result.board.idle_w, result.power_errors) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
-    assert "no power meter: power is left out of the profile" in record.lines(result)
+    assert "no power meter: power is left out of the profile" in record.format_result(result)
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
     """And the mend."""
-    found = measure.measure(FakeBoard().rig(), POINTS, 0.1)
+    found = measure.measure_points(FakeBoard().rig(), POINTS, 0.1)
     with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
-        record.profile(found, FACTS, LISTS)
+        record.build_profile(found, FACTS, LISTS)
 
 
 def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
@@ -234,13 +240,13 @@ def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
         clock("gpu", "gpu", 9, 7),
         clock("e", "emc"),
     ]
-    assert record.listed(clocks) == {"cpu_hz": (2.0,), "gpu_hz": (7.0, 9.0)}
+    assert record.common_settings(clocks) == {"cpu_hz": (2.0,), "gpu_hz": (7.0, 9.0)}
 
 
 def test_results_are_told_to_programs_too(tmp_path):
     """Errors by point and in all, and what was skipped."""
-    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    told = json.loads(json.dumps(record.table(result, tmp_path)))
+    result = record.build_profile(measure.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    told = json.loads(json.dumps(record.to_report(result, tmp_path)))
     assert told["error"]["time"]["worst"] < 1e-6
     assert len(told["points"]) == len(POINTS)
     assert told["points"][0]["left_out"]["power"] == pytest.approx(0.0, abs=1e-6)
@@ -272,7 +278,7 @@ def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
 def test_the_units_of_work_are_float32_and_count_what_they_say():
     """A convolution of 3 x 3 over 64 channels of 4 images of 56 x 56, twice: 2 * 2 * 4 * 64 * 64 * 9 * 3136 FLOP."""
     pytest.importorskip("onnxruntime")
-    work = workloads.best()
+    work = workloads.build_workload()
     assert "convolutions" in work.name
     assert work.flops == 2 * 2 * 4 * 64 * 64 * 9 * 56 * 56
     (answer,) = work.compute()
@@ -291,21 +297,21 @@ def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
 
     def run(work: Work) -> None:
         clocks = board.clocks()
-        speed_s, launch_s = TIME.seconds(clocks, TOP), LAUNCH.seconds(clocks, TOP)
+        speed_s, launch_s = TIME.compute_seconds(clocks, TOP), LAUNCH.compute_seconds(clocks, TOP)
         board.pass_s(work.flops * speed_s + work.launches * launch_s + 0.002, 3.0)
 
     some = {"torch-conv": [probes.Probe(work, lambda work=work: run(work)) for work in works]}
-    recorded = record.profile(
-        measure.measure(dataclasses.replace(board.rig(), probes=some), POINTS, 240.0), FACTS, LISTS
+    recorded = record.build_profile(
+        measure.measure_points(dataclasses.replace(board.rig(), probes=some), POINTS, 240.0), FACTS, LISTS
     )
-    read = profiles.parse(write.text(recorded.board), "recorded")
+    read = profiles.parse_board_profile(write.format_board(recorded.board), "recorded")
     times = read.workloads["torch-conv"]
-    assert times.inverse("launch").cycles == pytest.approx(dict(LAUNCH.cycles), rel=1e-3)
-    assert times.inverse("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
-    assert times.inverse("task").fixed_s == pytest.approx(0.002, rel=1e-3)
+    assert times.time_law("launch").cycles == pytest.approx(dict(LAUNCH.cycles), rel=1e-3)
+    assert times.time_law("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
+    assert times.time_law("task").fixed_s == pytest.approx(0.002, rel=1e-3)
     low = next(point for point in read.operating_points() if point.cpu_hz == LISTS["cpu_hz"][1])
-    assert low.rates["torch-conv"].launch_s == pytest.approx(LAUNCH.seconds({"cpu_hz": 1e9}, TOP), rel=1e-3)
-    assert "torch-conv at" in "\n".join(record.lines(recorded))
+    assert low.rates["torch-conv"].launch_s == pytest.approx(LAUNCH.compute_seconds({"cpu_hz": 1e9}, TOP), rel=1e-3)
+    assert "torch-conv at" in "\n".join(record.format_result(recorded))
 
 
 def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leaves_a_workload_out():
@@ -314,7 +320,7 @@ def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leave
     quick = [probes.Probe(each, lambda each=each: board.pass_s(0.01 * (1 + each.launches), 3.0)) for each in works]
     slow = [probes.Probe(Work(flops=1e9), lambda: board.pass_s(50.0, 3.0))]
     rig = dataclasses.replace(board.rig(clocks=False), probes={"torch-dense": quick, "torch-conv": slow})
-    recorded = record.profile(measure.measure(rig, POINTS, 60.0), FACTS, {})
+    recorded = record.build_profile(measure.measure_points(rig, POINTS, 60.0), FACTS, {})
     assert list(recorded.board.workloads) == ["torch-dense"]
     [point] = recorded.board.operating_points()
     assert point.rates["torch-dense"].launch_s == pytest.approx(0.01)

@@ -13,7 +13,7 @@ from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools import broker
-from fedquilt.tools.broker import EmbeddedBroker, password_line
+from fedquilt.tools.broker import EmbeddedBroker, format_password_line
 from fedquilt.transport.broker import Broker
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def test_a_password_file_without_hashes_is_refused(tmp_path: Path, text: str) ->
 def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
     """Not a wrong one, and not nobody."""
     file, right, wrong = tmp_path / "passwords", tmp_path / "right", tmp_path / "wrong"
-    file.write_text(password_line("me", "open sesame") + "\n")
+    file.write_text(format_password_line("me", "open sesame") + "\n")
     right.write_text("open sesame\n")
     wrong.write_text("open barley\n")
     with EmbeddedBroker(password_file=file) as broker:
         url = broker.url.replace("//", "//me@")
-        stage.join(Broker.parse(url, password_file=right), "right").connect(LIMIT_S)
+        stage.join(Broker.from_url(url, password_file=right), "right").connect(LIMIT_S)
         with pytest.raises(LinkError, match=f"check the user and the password in {wrong}"):
-            stage.join(Broker.parse(url, password_file=wrong), "wrong").connect(timeout_s=10.0)
+            stage.join(Broker.from_url(url, password_file=wrong), "wrong").connect(timeout_s=10.0)
         with pytest.raises(LinkError, match="a client without a user"):
             stage.join(broker.url, "nobody").connect(timeout_s=10.0)
 
@@ -59,7 +59,7 @@ def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
 def test_a_user_or_password_that_no_file_could_hold_is_refused(user: str, password: str) -> None:
     """Colons and white space separate; an empty password is none."""
     with pytest.raises(JobError):
-        password_line(user, password)
+        format_password_line(user, password)
 
 
 def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
@@ -71,7 +71,7 @@ def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
 def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for a thread that Python's own locks hold up."""
     monkeypatch.setattr(broker, "START_S", 0.05)
-    monkeypatch.setattr(EmbeddedBroker, "_run", lambda self, make, ready, failures: None)
+    monkeypatch.setattr(EmbeddedBroker, "_run_thread", lambda self, make, ready, failures: None)
     with pytest.raises(LinkError, match=r"does not start within 0\.05 s: run the command again"):
         EmbeddedBroker().start()
 

@@ -115,9 +115,9 @@ def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) ->
         row = "document.querySelector('[data-key=board-00002]')"
         tab.value(f"document.querySelector('[data-key=board-00003]').mine = true; {row}.querySelector('a').focus()")
         refusal = Refusal(0.0, "thermal", "too hot")
-        (board,) = [each.board for each in devices.look(home) if each.board.device == "board-00002"]
+        (board,) = [each.board for each in devices.load_devices(home) if each.board.device == "board-00002"]
         with BoardStore(home, writes=True) as store:
-            store.write([replace(board, refusal=refusal)], [])
+            store.write_telemetry([replace(board, refusal=refusal)], [])
         tab.until(f"{row}.textContent.includes('thermal')")
         assert tab.value("document.activeElement.textContent") == "board-00002"
         assert tab.value("document.querySelector('[data-key=board-00003]').mine")
@@ -190,7 +190,7 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
     """Without the token the page has only a sentence; with it, the wish is stored for the coordinator."""
     with Store(home) as store:
-        id = store.rollouts.find(ROLLED).state.id
+        id = store.rollouts.find_rollout(ROLLED).state.id
     with Dashboard(home, "--actions") as dash:
         tab = opened(browser, dash, f"/rollouts/{id}")
         tab.until("document.querySelector('.buttons button')?.disabled")
@@ -201,7 +201,7 @@ def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser:
         tab.until("document.querySelector('.notice:not([hidden])')?.textContent.includes('is ended as soon as')")
         tab.until("document.querySelector('main').textContent.includes('its end is asked for')")
         with Store(home) as store:
-            assert store.rollouts.find(id).wish == "abort"
+            assert store.rollouts.find_rollout(id).wish == "abort"
 
 
 def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path) -> None:

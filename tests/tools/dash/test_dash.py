@@ -223,10 +223,10 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
         for refused in ({}, own, {**proof, "Origin": dash.url}, {**own, **proof, "Origin": "http://evil.example"}):
             assert dash.ask(ask, "POST", **refused)[0] == 403
         with Store(home) as store:
-            assert store.rollouts.find(id).wish == ""
+            assert store.rollouts.find_rollout(id).wish == ""
         assert dash.ask(ask, "POST", **own, **proof)[0] == 200
         with Store(home) as store:
-            assert store.rollouts.find(id).wish == "abort"
+            assert store.rollouts.find_rollout(id).wish == "abort"
         for of, what, status in ((ended, "abort", 409), (id, "rollback", 409), ("no", "abort", 404), (id, "x", 404)):
             assert dash.ask(f"/api/rollouts/{of}/{what}", "POST", **own, **proof)[0] == status
         assert dash.problem("/api/rollouts/nothing")[0] == 404
@@ -273,7 +273,7 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
         ):
             assert dash.act(run, "stop", **refused)[0] == 403
         with Store(home) as store:
-            assert store.status(run) == "running"
+            assert store.stored_status(run) == "running"
         assert dash.act(run, "delete", **own, **proof, **here)[0] == 404
         assert dash.act("nothing", "stop", **own, **proof, **here)[0] == 404
         assert dash.act(run, "approve", **own, **proof, **here)[0] == 409  # it waits for nobody
@@ -282,7 +282,7 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
         assert dash.act(run, "approve", **here)[0] == 403
         assert dash.act(run, "approve", **own, **proof, **here)[0] == 200
         with Store(home) as store:
-            assert store.status(run) == "queued"
+            assert store.stored_status(run) == "queued"
             store.set_status(run, "running")
         status, told = dash.act(run, "stop", **own, **proof, **here)
         assert (status, "no coordinator was running it" in told["said"]) == (200, True)
@@ -290,10 +290,10 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
         status, told = dash.act(run, "resume", **own, **proof, **here)
         assert (status, "fedquilt resume" in told["problem"]) == (409, True)  # nobody serves the home
         with Store(home) as store:
-            assert store.lock()
-            assert store.status(run) == "stopped"
+            assert store.acquire_lock()
+            assert store.stored_status(run) == "stopped"
             assert dash.act(run, "resume", **own, **proof, **here)[0] == 200
-            assert store.status(run) == "running"
+            assert store.stored_status(run) == "running"
         assert dash.said.count(dash.token) == 1
     with Dashboard(home, "--actions") as again:
         assert again.ask("/api/session", "POST", good, Origin=again.url)[0] == 403
@@ -358,7 +358,7 @@ def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:
     home = tmp_path / "runs"
     Store(home).close()
     with BoardStore(home, writes=True) as store:
-        store.write([Board("b", labels=(MARKUP,), board=MARKUP)], [])
+        store.write_telemetry([Board("b", labels=(MARKUP,), board=MARKUP)], [])
     with Dashboard(home) as dash:
         _, headers, body = dash.ask("/api/fleet")
         assert headers["content-type"] == "application/json"

@@ -86,7 +86,7 @@ def test_a_home_that_is_written_while_it_is_read(tmp_path: Path) -> None:
     def write() -> None:
         with Store(home, durable=False) as store:
             for fact in found[2:]:
-                store.append(run, fact)
+                store.append_event(run, fact)
                 written.append(1)
 
     with Dashboard(home) as dash:
@@ -101,7 +101,7 @@ def test_a_home_that_is_written_while_it_is_read(tmp_path: Path) -> None:
         assert len(written) == len(found) - 2
         assert dash.until(f"/api/runs/{run}", lambda told: told["done"] == 8)["now"]["answered"] == 1
     with Store(home) as store:
-        assert len(list(store.facts(run))) == len(found)
+        assert len(list(store.read_events(run))) == len(found)
 
 
 def digests(home: Path) -> dict[str, str]:

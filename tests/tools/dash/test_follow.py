@@ -11,7 +11,7 @@ from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_reader import Reader
 from fedquilt.coordinator.views import costs, why
-from fedquilt.tools.dash.follow import LEAST, Follower, part_of
+from fedquilt.tools.dash.follow import LEAST, Follower, find_round_outcomes
 
 DEVICES = dashes.names(10)
 
@@ -20,7 +20,7 @@ def followed(home: Path, **options: int) -> Follower:
     """The only run of a home."""
     with Reader(home) as store:
         found = Follower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
-        for dated in store.facts(found.row.id):
+        for dated in store.read_events(found.row.id):
             found.add_fact(*dated)
     return found
 
@@ -36,9 +36,9 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
     """Reasons, bytes, joules and rounds are those that the views compute from all facts at once."""
     found = followed(home)
     plain = dashes.facts(DEVICES)
-    assert found.parts == why.parts(plain, Plan.of(found.row.job))
-    whole = costs.account(plain).whole
-    told = found.summary()
+    assert found.parts == why.outcomes_by_round(plain, Plan.from_job(found.row.job))
+    whole = costs.compute_job_cost(plain).whole
+    told = found.make_summary()
     assert (told["down_bytes"], told["up_bytes"]) == (whole.down_bytes, whole.up_bytes)
     assert told["joules"] == pytest.approx(whole.energy_j)
     assert told["declined"] == whole.declined == 2
@@ -48,7 +48,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
 
 def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
     """Four of eight are asked, one of them has answered; two are offline."""
-    now = followed(home).running_round()
+    now = followed(home).describe_current_round()
     assert (now["round"], now["asked"], now["answered"], now["selected"]) == (2, DEVICES[2:5], 1, 4)
     assert {each["code"]: each["count"] for each in now["counts"]} == {
         "drawn": 4,
@@ -61,11 +61,11 @@ def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
 
 def test_a_board_sees_where_its_time_went(home: Path) -> None:
     """A round of 16 s is 4 s at the task, 6 s of fetching and sending, 3 to 1 as its bytes are, and 6 s of waiting."""
-    turns = followed(home).of_device(DEVICES[1])
+    turns = followed(home).list_device_rounds(DEVICES[1])
     assert [turn["round"] for turn in turns] == [2, 1, 0]
     parts = [turns[1][f"{name}_s"] for name in ("before", "down", "train", "up", "after")]
     assert parts == pytest.approx([0.0, 4.5, 4.0, 1.5, 6.0], abs=0.1)
-    offline = followed(home).of_device(DEVICES[0])
+    offline = followed(home).list_device_rounds(DEVICES[0])
     assert [turn["text"] for turn in offline] == ["offline"] * 3
 
 
@@ -74,13 +74,13 @@ def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
     found = followed(tmp_path, cells=0)
-    whole = why.parts(facts, Plan.of(found.row.job))
+    whole = why.outcomes_by_round(facts, Plan.from_job(found.row.job))
     assert sorted(found.parts) == sorted(whole)[-LEAST - 1 :]
     assert len(found.turns) == LEAST + 1
     assert (found.first, found.last) == (0, 8)
     for number in whole:
-        assert part_of(facts, Plan.of(found.row.job), number) == whole[number]
-    assert part_of(facts, Plan.of(found.row.job), 9) is None
+        assert find_round_outcomes(facts, Plan.from_job(found.row.job), number) == whole[number]
+    assert find_round_outcomes(facts, Plan.from_job(found.row.job), 9) is None
 
 
 def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
     dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
     found = followed(tmp_path)
     assert (found.first, found.last) == (0, 0)
-    assert "0 online" in found.running_round()["waits"]
+    assert "0 online" in found.describe_current_round()["waits"]
     assert {part.code for part in found.parts[0].values()} == {"offline"}
 
 
@@ -99,9 +99,9 @@ def test_a_round_whose_boards_have_gone_offline_names_them_until_the_coordinator
     gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
     dashes.add_run(tmp_path, [start, survey, asked, gone])
     found = followed(tmp_path)
-    assert found.running_round()["asked"]
-    assert found.running_round()["waits"].startswith(
+    assert found.describe_current_round()["asked"]
+    assert found.describe_current_round()["waits"].startswith(
         "board-00001, board-00002, board-00003, board-00004, offline, until "
     )
     online = {device: Board(device, online=True) for device in DEVICES}
-    assert found.running_round(None, online)["waits"] is None
+    assert found.describe_current_round(None, online)["waits"] is None

@@ -59,21 +59,21 @@ def test_a_door_opens_for_its_token_and_its_cookie() -> None:
     """A cookie of another start does not open it, and no part of the token is in what it gives out."""
     door, other = Door(port=1), Door(port=1)
     assert door.token != other.token
-    assert door.opens(door.token)
+    assert door.accepts_token(door.token)
     for wrong in (other.token, "", None, 1, door.token[:-1], "ü"):
-        assert not door.opens(wrong)
-    cookie = door.cookie()
+        assert not door.accepts_token(wrong)
+    cookie = door.make_session_cookie()
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
     assert door.token not in cookie
     assert door.token not in door.proof
     headers = {"cookie": cookie.partition(";")[0]}
-    assert door.knows(headers)
-    assert not other.knows(headers)
-    assert not door.knows({"cookie": "fedquilt-dash-1=ü; ;=;"})
-    assert not door.allows(headers)
-    assert door.allows({**headers, guard.PROOF: door.proof})
-    assert not door.allows({guard.PROOF: door.proof})
-    assert not door.allows({**headers, guard.PROOF: "ü"})
+    assert door.has_session(headers)
+    assert not other.has_session(headers)
+    assert not door.has_session({"cookie": "fedquilt-dash-1=ü; ;=;"})
+    assert not door.permits_action(headers)
+    assert door.permits_action({**headers, guard.PROOF: door.proof})
+    assert not door.permits_action({guard.PROOF: door.proof})
+    assert not door.permits_action({**headers, guard.PROOF: "ü"})
 
 
 def test_no_page_runs_a_script_that_is_not_ours() -> None:

@@ -32,7 +32,7 @@ def watched(home: Path, ask: Callable[[Watch], Awaitable[Told]]) -> Told:
             return await ask(made)
         finally:
             made.close()
-            made.shut()
+            made.close_databases()
 
     return asyncio.run(asked())
 
@@ -53,7 +53,7 @@ def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_detail
 
     async def asked(made: Watch) -> list[str]:
         for run in (going, *ended, ended[2]):
-            await made.follower(run)
+            await made.load_follower(run)
         return list(made._followers)
 
     assert watched(tmp_path, asked) == [going, *ended[3:], ended[2]]
@@ -66,16 +66,16 @@ def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path)
     run = dashes.add_run(tmp_path, facts[:early], status="stopped")
 
     async def asked(made: Watch) -> list[Any]:
-        assert await made._read_one()
-        found = [(await made.summary(await made.row(run)))["done"]]
+        assert await made._read_next_log()
+        found = [(await made.load_summary(await made.find_run(run)))["done"]]
         with Store(tmp_path) as store:
             for fact in facts[early:]:
-                store.append(run, fact)
+                store.append_event(run, fact)
             store.set_status(run, "done")
         written(made)
-        found.append(await made.summary(await made.row(run)))
-        assert await made._read_one()
-        return [*found, (await made.summary(await made.row(run)))["done"]]
+        found.append(await made.load_summary(await made.find_run(run)))
+        assert await made._read_next_log()
+        return [*found, (await made.load_summary(await made.find_run(run)))["done"]]
 
     assert watched(tmp_path, asked) == [2, {}, 4]
 
@@ -87,11 +87,11 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
     after = dashes.add_run(other, dashes.facts(DEVICES, ended=True), "after")
 
     async def asked(made: Watch) -> list[str]:
-        await made.follower(before)
+        await made.load_follower(before)
         os.replace(other / "fedquilt.db", home / "fedquilt.db")
         written(made)
-        assert [row.id for row in (await made.runs()).rows] == [after]
-        await made.follower(after)
+        assert [row.id for row in (await made.load_runs()).rows] == [after]
+        await made.load_follower(after)
         return list(made._followers)
 
     assert watched(home, asked) == [after]
@@ -106,7 +106,7 @@ def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     dashes.add_boards(tmp_path, DEVICES)
 
     async def asked(made: Watch) -> bool:
-        return await made.fleet() is not await made.fleet()
+        return await made.load_fleet() is not await made.load_fleet()
 
     assert watched(tmp_path, asked) is again
 
@@ -118,8 +118,8 @@ def follower(home: Path, facts: list[Any]) -> Follower:
     """A run with these facts, all of them added."""
     run = dashes.add_run(home, facts)
     with Store(home) as store:
-        found = Follower(store.job(run))
-        for dated in store.facts(run):
+        found = Follower(store.find_job(run))
+        for dated in store.read_events(run):
             found.add_fact(*dated)
     return found
 
@@ -127,7 +127,7 @@ def follower(home: Path, facts: list[Any]) -> Follower:
 def test_an_update_that_is_refused_counts_as_one_that_was_declined(tmp_path: Path) -> None:
     """Of the three, two declined their tasks and one sent what is not finite."""
     found = follower(tmp_path, [*dashes.facts(DEVICES), Rejected(2, DEVICES[2], "a value is not finite")])
-    assert found.summary()["declined"] == 3
+    assert found.make_summary()["declined"] == 3
 
 
 def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
@@ -137,7 +137,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
     found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
     for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
         monkeypatch.setattr(follow, "DRAWN", drawn)
-        assert [row["round"] - found.rounds()[0]["round"] for row in found.rounds()] == numbers
+        assert [row["round"] - found.make_round_rows()[0]["round"] for row in found.make_round_rows()] == numbers
 
 
 # -- pages --
@@ -146,7 +146,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
 def test_a_page_before_the_first_is_the_first(tmp_path: Path) -> None:
     """Page 0 shows what page 1 shows."""
     dashes.add_boards(tmp_path, DEVICES)
-    told = watched(tmp_path, lambda made: pages.fleet(made, {"page": "0"}))
+    told = watched(tmp_path, lambda made: pages.load_fleet_page(made, {"page": "0"}))
     assert (told["page"], [each["device"] for each in told["boards"]]) == (1, DEVICES)
 
 
@@ -156,14 +156,15 @@ def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name
     dashes.add_boards(tmp_path, DEVICES)
     Store(tmp_path).close()
     with pytest.raises(pages.MissingBoardError, match=name):
-        watched(tmp_path, lambda made: pages.board(made, name, {}))
+        watched(tmp_path, lambda made: pages.load_device_page(made, name, {}))
 
 
 def test_a_round_that_is_over_has_nobody_at_work(tmp_path: Path) -> None:
     """Whoever is asked in the round under way is at work; in an earlier one, nobody is any more."""
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
     told = [
-        watched(tmp_path, lambda made, query=query: pages.reasons(made, run, query)) for query in ({}, {"round": "1"})
+        watched(tmp_path, lambda made, query=query: pages.load_round_page(made, run, query))
+        for query in ({}, {"round": "1"})
     ]
     assert [each["running"] for each in told] == [True, False]
     assert ["at work" in {count["text"] for count in each["counts"]} for each in told] == [True, False]
@@ -176,7 +177,7 @@ def test_a_line_of_the_log_is_found_by_its_reasons(tmp_path: Path) -> None:
     assert isinstance(last, Answered)
     noted = msgspec.structs.replace(last, update=msgspec.structs.replace(last.update, note="Forgot its private state"))
     run = dashes.add_run(tmp_path, [*facts, noted])
-    told = watched(tmp_path, lambda made: pages.lines(made, {"run": run, "text": "FORGOT"}))
+    told = watched(tmp_path, lambda made: pages.load_log_page(made, {"run": run, "text": "FORGOT"}))
     assert [line["kind"] for line in told["lines"]] == ["Answered"]
 
 
@@ -195,7 +196,7 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
 
     async def asked(made: Watch) -> None:
         dash = app.Dash(made)
-        answers = dash.app()
+        answers = dash.make_app()
         first = await get(answers, "/api/runs")
         assert await get(answers, "/api/runs") == first
         dashes.add_run(tmp_path, dashes.facts(DEVICES), "second")
@@ -230,11 +231,11 @@ def test_a_run_by_its_jobs_name_is_the_same_page_as_by_its_id(tmp_path: Path) ->
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
 
     async def asked(made: Watch) -> list[dict[str, Any]]:
-        return [await pages.run_values(made, name) for name in (run, "digits")]
+        return [await pages.load_run_page(made, name) for name in (run, "digits")]
 
     with Store(tmp_path) as store:
-        assert store.lock()
-        store.holds.note(run, Hold(0.0, 1e12, "the disk gives an error", "its model", 1))
+        assert store.acquire_lock()
+        store.holds.record_suspension(run, Hold(0.0, 1e12, "the disk gives an error", "its model", 1))
         by_id, by_name = watched(tmp_path, asked)
     assert "the disk gives an error" in by_id["now"]["waits"]
     assert {**by_name, "at": by_id["at"]} == by_id

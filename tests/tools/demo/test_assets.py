@@ -36,9 +36,9 @@ def test_the_digits_are_all_of_ucis_test_set_as_bytes_split_for_good() -> None:
 
 def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
     """Three architectures in under 2 MB, of the job's own input and labels; every block is called for."""
-    job = settings.load(DEMO / "job.toml")
-    opened = bundle.load(DEMO / "bundle")
-    stock = stitched.stock(opened.meta)
+    job = settings.load_job(DEMO / "job.toml")
+    opened = bundle.load_bundle(DEMO / "bundle")
+    stock = stitched.load_donor_pool(opened.meta)
     assert [donor["name"] for donor in job.donors] == list(stock.donors)
     assert len({donor["network"]["name"] for donor in job.donors}) == 3
     assert stock.labels == job.labels
@@ -67,11 +67,11 @@ def little_mnist(tmp_path: Path) -> Path:
 def test_training_the_donors_twice_gives_the_same_bytes(little_mnist: Path, tmp_path: Path) -> None:
     """Weights and bundle; what is written is what the demo's job names."""
     pytest.importorskip("torch", reason="training donors takes torch")
-    from fedquilt.tools.artefacts.train_donors import train
+    from fedquilt.tools.artefacts.train_donors import train_donors
 
     for out in ("one", "two"):
         said: list[str] = []
-        accuracies = train(little_mnist, tmp_path / out, said.append)
+        accuracies = train_donors(little_mnist, tmp_path / out, said.append)
         assert set(accuracies) == {"plain", "residual", "separable"}
     one, two = (
         {str(path.relative_to(tmp_path / out)): path.read_bytes() for path in (tmp_path / out).rglob("*.*")}
@@ -101,8 +101,8 @@ def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> N
 def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
     """Before anything is trained or written."""
     pytest.importorskip("torch", reason="training donors takes torch")
-    from fedquilt.tools.artefacts.train_donors import train
+    from fedquilt.tools.artefacts.train_donors import train_donors
 
     with pytest.raises(DataError, match=str(tmp_path)):
-        train(tmp_path, tmp_path / "out")
+        train_donors(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

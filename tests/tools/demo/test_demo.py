@@ -16,7 +16,7 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.tools import demo
 from fedquilt.tools.demo.compared import Network
-from fedquilt.tools.demo.live import Live, bold
+from fedquilt.tools.demo.live import Live, format_bold
 
 COMMAND = [sys.executable, "-m", "fedquilt.cli", "demo"]
 
@@ -63,7 +63,7 @@ def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.Captu
     told_s = [0.0]
     for tenth in range(6000):
         now_s[0] = tenth / 10
-        live.show("round 3")
+        live.show_line("round 3")
         if capsys.readouterr().out:
             told_s.append(now_s[0])
     assert max(later - before for before, later in itertools.pairwise([*told_s, 600.0])) <= 5.0
@@ -139,29 +139,29 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
 )
 def test_a_network_of_one_donors_blocks_is_told_as_one(taps: list[list[str]], headed: bool, told: str) -> None:
     """Joined depths of one donor are not called stitching; blocks of several donors need no remark."""
-    assert demo.theirs(taps, headed) == f"Their network, as donor.block: {told}"
+    assert demo.describe_network(taps, headed) == f"Their network, as donor.block: {told}"
 
 
 def test_a_defeat_is_told_as_one() -> None:
     """By how much, and by what."""
     networks = [Network("ours", 0.9), Network("a", 0.8), Network("b", 0.95)]
-    assert demo.verdict(networks) == "The boards' network is not the best here: b is 5.0 points better."
+    assert demo.format_verdict(networks) == "The boards' network is not the best here: b is 5.0 points better."
     assert (
-        demo.verdict(networks[:2])
+        demo.format_verdict(networks[:2])
         == "The boards' network is the best here, by 10.0 points over the best of the others (a)."
     )
 
 
 def test_emphasis_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither piped nor with NO_COLOR."""
-    assert bold("a") == "a"
+    assert format_bold("a") == "a"
     main, other = pty.openpty()
     with os.fdopen(other, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         monkeypatch.delenv("NO_COLOR", raising=False)
-        assert bold("a") == "\x1b[1ma\x1b[0m"
+        assert format_bold("a") == "\x1b[1ma\x1b[0m"
         monkeypatch.setenv("NO_COLOR", "1")
-        assert bold("a") == "a"
+        assert format_bold("a") == "a"
         monkeypatch.undo()
     os.close(main)
 

@@ -17,7 +17,7 @@ from fedquilt.coordinator import rollouts
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.rollouts import Aborted, Heard, Offered
 from fedquilt.coordinator.store_reader import Reader
-from fedquilt.coordinator.store_rows import served
+from fedquilt.coordinator.store_rows import is_served
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Examples, JobError
 from fedquilt.tools.demo import changed, told
@@ -65,9 +65,9 @@ def test_it_shows_commands_and_what_came_of_them_in_eighty_columns(ended: Ended)
 def test_the_bad_model_was_on_the_canary_alone(ended: Ended) -> None:
     """By the log of its rollout, by the answers, and by what boards run at the end."""
     with Reader(ended.home) as store:
-        facts = [fact for _, _, fact in store.rollouts.facts(ended.bad)]
-        used = told.in_use(store, ended.bad)
-        kept = store.rollouts.find(ended.bad).state
+        facts = [fact for _, _, fact in store.rollouts.read_events(ended.bad)]
+        used = told.seconds_in_use(store, ended.bad)
+        kept = store.rollouts.find_rollout(ended.bad).state
     offered = [device for fact in facts if isinstance(fact, Offered) for device in fact.devices]
     assert len(offered) == 1
     assert any(isinstance(fact, Aborted) for fact in facts)
@@ -95,7 +95,7 @@ def test_what_it_says_of_drift_and_answers_is_what_the_coordinator_was_told(ende
     """Drift is the largest of the readings; accuracy fell and came back in them as it did in the answers."""
     with BoardStore(ended.home) as store:
         when = ended.told["began"], ended.told["began"] + ended.told["seconds"]
-        found = {each.device: store.readings(each.device, *when) for each in store.boards()}
+        found = {each.device: store.load_readings(each.device, *when) for each in store.load_statuses()}
     for name, board in ended.boards().items():
         drifts = [reading.drift for reading in found[name] if reading.drift is not None]
         accuracies = [reading.accuracy for reading in found[name] if reading.accuracy is not None]
@@ -110,8 +110,10 @@ def test_what_it_says_of_drift_and_answers_is_what_the_coordinator_was_told(ende
 
 def test_joules_and_bytes_are_those_of_the_runs_and_the_models(ended: Ended) -> None:
     with Reader(ended.home) as store:
-        wholes = [costs.account(fact for _, _, fact in store.facts(run)).whole for run in ended.told["runs"]]
-        kept = [store.rollouts.find(each).state for each in (ended.first, ended.bad, ended.last)]
+        wholes = [
+            costs.compute_job_cost(fact for _, _, fact in store.read_events(run)).whole for run in ended.told["runs"]
+        ]
+        kept = [store.rollouts.find_rollout(each).state for each in (ended.first, ended.bad, ended.last)]
     models = sum(each.plan.blob.size * len(each.offered) for each in kept if each.plan.blob is not None)
     assert ended.told["energy_j"] == pytest.approx(sum(whole.energy_j or 0.0 for whole in wholes))
     assert ended.told["moved_bytes"] == sum(whole.down_bytes + whole.up_bytes for whole in wholes) + models
@@ -135,7 +137,7 @@ def test_the_page_says_it_all_without_a_script(ended: Ended) -> None:
 
 
 def test_nothing_of_it_runs_on(ended: Ended) -> None:
-    assert not served(ended.home)
+    assert not is_served(ended.home)
 
 
 # -- parts of it ----------------------------------------------------------------------------------
@@ -148,9 +150,9 @@ def test_no_silence_of_a_story_is_longer_than_five_seconds(capsys: pytest.Captur
     for tick in range(1500):
         now_s[0] = 0.4 * tick
         teller.now = "boards compute"
-        teller.tick()
+        teller.show_status()
         if tick % 100 == 0:
-            teller.happened("something")
+            teller.print_event("something")
         if capsys.readouterr().out:
             told_s.append(now_s[0])
     assert max(later - before for before, later in itertools.pairwise([*told_s, 600.0])) <= 5.0
@@ -164,14 +166,14 @@ def test_a_process_that_ends_ends_the_story_by_name(tmp_path: Path) -> None:
     store: Any = None
     fleet = _Fleet(tmp_path, (), store, {"runner-a": gone}, none, none)
     with pytest.raises(JobError, match=r"runner-a has ended with 3: see "):
-        _Plot(fleet, Teller(False), 0.0)._until(lambda: False)
+        _Plot(fleet, Teller(False), 0.0)._wait_until(lambda: False)
 
 
 def test_changed_images_are_darker_turned_and_the_same_for_a_seed() -> None:
     x = np.zeros((3, 8, 8), np.uint8)
     x[:, 2:6, 3] = 240
-    made = changed.changed(x, 1)
+    made = changed.degrade_images(x, 1)
     assert (made.shape, made.dtype) == (x.shape, x.dtype)
     assert made.max() < 0.7 * x.max()
-    assert np.array_equal(made, changed.changed(x, 1))
-    assert not np.array_equal(made, changed.changed(x, 2))
+    assert np.array_equal(made, changed.degrade_images(x, 1))
+    assert not np.array_equal(made, changed.degrade_images(x, 2))

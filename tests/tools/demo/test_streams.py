@@ -29,7 +29,7 @@ class Runner:
 
     def _answer(self, exchange: Exchange) -> None:
         exchange.read_body(1 << 20)
-        exchange.answer(200, {}, msgspec.json.encode(self.told))
+        exchange.send_response(200, {}, msgspec.json.encode(self.told))
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def test_an_odd_answer_is_noted_and_the_stream_goes_on(runner: Runner, told: Any
     """One runner of another version ends no stream."""
     streams = Streams({"a": runner.server.url}, {}, IMAGES)
     runner.told = told
-    streams._ask("a")
+    streams._send_request("a")
     assert streams.answers == []
     assert [line.split(":")[0] for line in streams.failed] == ["a"]
     runner.told = RIGHT
-    streams._ask("a")
+    streams._send_request("a")
     assert [(each.model, each.right, each.given) for each in streams.answers] == [("m", BATCH, BATCH)]
     streams._links["a"].close()
 
@@ -69,10 +69,10 @@ def test_an_odd_note_of_a_runner_is_passed_over(tmp_path: Path, text: str) -> No
     """It is read again a second later."""
     streams = Streams({}, {"a": tmp_path}, IMAGES)
     (tmp_path / "served.json").write_text(text)
-    streams._sample()
+    streams._sample_runners()
     assert streams.said == []
     (tmp_path / "served.json").write_text(f'{{"at":1,"model":"{MODEL}","drift":null,"accuracy":0.5,"more":1}}')
-    streams._sample()
+    streams._sample_runners()
     assert [(said.device, said.model, said.accuracy) for said in streams.said] == [("a", MODEL, 0.5)]
 
 
@@ -81,5 +81,5 @@ def test_a_runner_that_is_not_there_is_noted(runner: Runner) -> None:
     url = runner.server.url
     runner.server.close()
     streams = Streams({"a": url}, {}, IMAGES)
-    streams._ask("a")
+    streams._send_request("a")
     assert len(streams.failed) == 1

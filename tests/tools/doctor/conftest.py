@@ -49,15 +49,15 @@ class Board:
 
     def shipped(self) -> Path:
         """Write agent.toml."""
-        return self.write("etc/fedquilt/agent.toml", config.text(self.table))
+        return self.write("etc/fedquilt/agent.toml", config.format_toml(self.table))
 
     def examine(self, *names: str) -> list[Finding]:
         """Findings of the groups named (all), without those that are ok."""
         wanted = Wanted(settings=self.shipped(), root=self.root)
         around = Around(clock_s=lambda: self.clock_s, free=lambda folder: self.free)
-        found = doctor.groups(wanted, around)
+        found = doctor.select_groups(wanted, around)
         chosen = {name: group for name, group in found.items() if not names or name in names}
-        return [one for one in doctor.examine(chosen) if one.severity != "ok"]
+        return [one for one in doctor.run_groups(chosen) if one.severity != "ok"]
 
     def only(self, *names: str) -> Finding:
         """The one finding there is."""
@@ -70,7 +70,7 @@ class Board:
 def board(tmp_path: Path) -> Board:
     """All is well, but that nobody listens at its broker's port."""
     made = Board(tmp_path / "root")
-    boards.plant(made.root, "jetson-orin-nano", 6)
+    boards.write_fake_board(made.root, "jetson-orin-nano", 6)
     made.write("usr/bin/python3.10", "")
     made.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids")
     made.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=memory\nMemoryMax=75%")

@@ -12,17 +12,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedquilt.tools.doctor import certificate, identity
 from fedquilt.tools.doctor.certificate import Certificate
 from fedquilt.tools.identity.authority import DAY_S, Authority
-from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.tools.identity.shapes import key_to_pem
 
 
 def enrol(board: Any, name: str, begins_s: float) -> Authority:
     """Give the board a certificate, as an authority would have signed it then."""
     authority = Authority.create(board.root / "ca", "site", begins_s)
     key = ec.generate_private_key(ec.SECP256R1())
-    with authority.register.together():
+    with authority.register.transaction():
         issued = authority.sign(name, "device", key.public_key(), begins_s)
     board.write("etc/fedquilt/device.crt", issued.pem)
-    board.write("etc/fedquilt/device.key", pem_of_key(key).decode()).chmod(0o600)
+    board.write("etc/fedquilt/device.key", key_to_pem(key).decode()).chmod(0o600)
     files = {"cert": "/etc/fedquilt/device.crt", "key": "/etc/fedquilt/device.key"}
     ca = str(authority.folder / "ca.crt")
     board.table["broker"] = {"url": "mqtts://127.0.0.1:1", "ca": ca, **files}
@@ -137,7 +137,7 @@ def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
     """Renewal is due in the last third; in the last sixth it has failed. Before its beginning the clock is behind."""
     held = Certificate("a", 100 * DAY_S, 160 * DAY_S)
     path, file = Path("agent.toml"), "a.crt"
-    told = [identity.dates(held, file, path, at * DAY_S) for at in (99, 101, 149, 151, 161)]
+    told = [identity.check_validity(held, file, path, at * DAY_S) for at in (99, 101, 149, 151, 161)]
     assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
     assert "it is behind" in told[0].sentence
 
@@ -169,7 +169,7 @@ def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) ->
     authority = enrol(board, "orin-07", board.clock_s - DAY_S)
     for file in (board.root / "etc/fedquilt/device.crt", authority.folder / "ca.crt"):
         known = x509.load_pem_x509_certificate(file.read_bytes())
-        own = certificate.load(file)
+        own = certificate.load_certificate(file)
         begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
         assert (own.begins_s, own.ends_s) == (begins, ends)
         assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
@@ -184,4 +184,4 @@ def test_what_is_no_certificate_is_refused_in_one_way(board: Any, cut: int) -> N
     der = ssl.PEM_cert_to_DER_cert((board.root / "etc/fedquilt/device.crt").read_text())
     for data in (der[:cut], der[:4] + bytes(cut), bytes(cut)):
         with pytest.raises(ValueError):
-            certificate.parse(data)
+            certificate.parse_certificate(data)

@@ -27,7 +27,7 @@ from fedquilt.tools.doctor.findings import Finding
 from fedquilt.tools.doctor.reach import Timer
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.tools.identity.shapes import key_to_pem
 from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
@@ -40,7 +40,9 @@ class Site:
         self.folder = folder
         self.authority = Authority.create(folder / "ca", "site", clock_s())
         self.out = folder / "etc"
-        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+        broker_config.write_config(
+            self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out)
+        )
         self.lines = (self.out / "fedquilt.conf").read_text().splitlines()[2:]
         self.start = start
 
@@ -51,10 +53,10 @@ class Site:
 
     def certified(self, name: str, kind: Any = "device", days: float | None = None) -> dict[str, str]:
         key = ec.generate_private_key(ec.SECP256R1())
-        with self.authority.register.together():
+        with self.authority.register.transaction():
             issued = self.authority.sign(name, kind, key.public_key(), clock_s(), days=days)
         (self.folder / f"{name}.crt").write_text(issued.pem)
-        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
+        (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
         (self.folder / f"{name}.key").chmod(0o600)
         files = {"cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
         return {"ca": str(self.authority.folder / "ca.crt"), **files}
@@ -76,13 +78,15 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         will = (wire.Topics("fleet").coord, wire.encode(wire.CoordState(online=False)))
         with Store(tmp_path / "runs") as store:
             link = MqttLink(broker, "coordinator", will)
-            server = Server(OverLink(link, "fleet", store.depot, store.next_epoch(), sealed.identity(broker)), store)
+            server = Server(
+                OverLink(link, "fleet", store.depot, store.begin_epoch(), sealed.load_identity(broker)), store
+            )
             while not over.is_set():
                 link.wait(0.05)
                 server.step(time.monotonic())
                 if link.connected and link.backlog == 0:
                     ready.set()
-            server.goodbye()
+            server.shut_down()
 
     def start(broker: Broker) -> None:
         ready = threading.Event()
@@ -99,8 +103,8 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
 def asked(board: Any, **broker: Any) -> list[Finding]:
     """All that is found about the device's broker, in the order of the numbers."""
     board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
-    groups = doctor.groups(Wanted(settings=board.shipped()))
-    return doctor.examine({"broker": groups["broker"]}, limit_s=20.0)
+    groups = doctor.select_groups(Wanted(settings=board.shipped()))
+    return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
 
 
 def bad(found: list[Finding]) -> list[tuple[str, str]]:
@@ -175,8 +179,8 @@ def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        broker = Broker.parse(f"mqtts://127.0.0.1:{server.getsockname()[1]}", ca=authority.ca)
-        found = reach.way(broker, time.time(), Timer(time.monotonic() + 20))
+        broker = Broker.from_url(f"mqtts://127.0.0.1:{server.getsockname()[1]}", ca=authority.ca)
+        found = reach.check_connection(broker, time.time(), Timer(time.monotonic() + 20))
         thread.join()
     assert bad(found) == [("FQ407", "warning")]
 
@@ -208,7 +212,7 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
 ) -> None:
     """The coordinator's answer to a device's question is the proof; nothing on another's branch passes."""
     url = site.serve()
-    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
     found = asked(board, url=url, **site.certified("orin-07"))
     assert bad(found) == []
     assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412", "FQ414"]
@@ -238,7 +242,7 @@ def test_rules_that_keep_a_devices_answers_from_it_are_found(
     rules = (site.out / "acl").read_text().replace("pattern read fq/1/fleet/dev/%u/dn/#", "")
     (tmp_path / "acl").write_text(rules)
     url = site.serve(acl_file=str(tmp_path / "acl"))
-    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
     found = asked(board, url=url, **site.certified("orin-07"))
     assert bad(found) == [("FQ411", "error"), ("FQ414", "error")]
     assert "does not arrive" in found[-3].sentence
@@ -285,7 +289,7 @@ def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., A
     from fedquilt.edge_agent.state import Local
 
     broker = mosquitto()
-    lock = Local(board.root / "var/lib/fedquilt").lock()
+    lock = Local(board.root / "var/lib/fedquilt").lock_home()
     found = asked(board, url=broker.url)
     with contextlib.closing(lock):
         pass
@@ -301,7 +305,7 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     from fedquilt.edge_agent.state import Local
 
     url = site.serve()
-    with contextlib.closing(Local(board.root / "var/lib/fedquilt").lock()):
+    with contextlib.closing(Local(board.root / "var/lib/fedquilt").lock_home()):
         assert bad(asked(board, url=url, **site.certified("orin-07"))) == []
         cert, key = map(str, stranger.issue("orin-07"))
         found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=cert, key=key)
@@ -312,7 +316,7 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
 def test_a_coordinators_certificate_that_ends_soon_is_found(site: Site, tmp_path: Path) -> None:
     """Nothing renews it by itself."""
     wanted = Wanted(broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path)
-    found = doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0)
+    found = doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
     assert bad(found) == [("FQ414", "warning")]
 
 
@@ -322,7 +326,7 @@ def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> 
 
     def found(name: str, kind: str) -> list[tuple[str, str]]:
         wanted = Wanted(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
-        return bad(doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0))
+        return bad(doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0))
 
     assert found("coordinator", "coordinator") == []
     assert found("orin-07", "device") == [("FQ413", "error"), ("FQ414", "error")]
@@ -333,14 +337,14 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
 ) -> None:
     """While the coordinator serves; rules that do not name it are found."""
     watcher = site.certified("tower", "observer")
-    broker_config.write(site.authority, "mosquitto", ["127.0.0.1"], site.out, clock_s(), installed=str(site.out))
+    broker_config.write_config(site.authority, "mosquitto", ["127.0.0.1"], site.out, clock_s(), installed=str(site.out))
     url = site.serve()
-    broker = Broker.parse(url, **site.certified("coordinator", "coordinator"))
+    broker = Broker.from_url(url, **site.certified("coordinator", "coordinator"))
     serving(broker)
 
     def found(files: dict[str, str]) -> list[Finding]:
         wanted = Wanted(broker={"url": url, **files}, root=tmp_path)
-        return doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0)
+        return doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
 
     told = found(watcher)
     assert bad(told) == []
@@ -360,7 +364,7 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
     """A broker that lets everybody in does not make a fleet of it."""
     crt, key = site.out / "broker.crt", site.out / "broker.key"
     url = mosquitto(f"certfile {crt}", f"keyfile {key}").url.replace("mqtt://", "mqtts://")
-    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
     cert, own = stranger.issue("orin-07")
     found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=str(cert), key=str(own))
     assert ("FQ414", "error") in bad(found)
@@ -369,7 +373,7 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
 
 def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
     """On this machine alone that is all right."""
-    told = [signing.identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
+    told = [signing.load_identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
     assert [each.severity for each in told if isinstance(each, Finding)] == ["warning", "ok"]
     assert all("unsigned" in each.sentence for each in told if isinstance(each, Finding))
 
@@ -382,7 +386,7 @@ def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() ->
         "breaks": lambda: [Finding("FQ101", "ok", str(1 // 0))],
         "works": lambda: [Finding("FQ101", "ok", "well")],
     }
-    found = doctor.examine(groups, limit_s=0.3)
+    found = doctor.run_groups(groups, limit_s=0.3)
     never.set()
     assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101"]
     assert "hangs was not examined within 0.3 s" in found[0].sentence

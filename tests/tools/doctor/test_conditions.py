@@ -30,8 +30,8 @@ def test_clocks_that_are_pinned_are_found(board: Any) -> None:
     assert (found.number, found.severity) == ("FQ161", "warning")
     assert "policy0 at 1510 MHz" in found.sentence
     assert "jetson_clocks --restore" in (found.mend or "")
-    held = conditions.look(board.root, tegra=True, held=True)
-    assert "FQ161" not in [one.number for one in conditions.check(held)]
+    held = conditions.read_conditions(board.root, tegra=True, held=True)
+    assert "FQ161" not in [one.number for one in conditions.check_conditions(held)]
 
 
 def test_one_clock_that_is_pinned_is_the_owners_choice(board: Any) -> None:
@@ -97,18 +97,18 @@ def test_swap_on_a_card_is_found_beside_lines_without_columns(board: Any, odd: s
     board.write("proc/swaps", f"Filename Type Size Used Priority\n{odd}\n/var/swap file 1000 0 -2\n{odd}")
     board.write("proc/mounts", f"{odd}\n/dev/mmcblk0p1 / ext4 rw 0 0\n{odd}")
     board.write("sys/block/mmcblk0/device/type", "SD")
-    assert conditions.look(board.root, tegra=True).swap_on_card == "/var/swap"
+    assert conditions.read_conditions(board.root, tegra=True).swap_on_card == "/var/swap"
 
 
 def finds(root: Path) -> list[str]:
-    seen = facts.look(root, 1.8e9, 0.0)
-    return [one.number for one in machine.check(seen) if one.severity != "ok" and one.number > "FQ150"]
+    seen = facts.read_machine(root, 1.8e9, 0.0)
+    return [one.number for one in machine.check_machine(seen) if one.severity != "ok" and one.number > "FQ150"]
 
 
 def test_all_is_read_as_an_ordinary_user(user: User) -> None:
     """The board's own user finds the same conditions as root."""
     root = user.folder / "board"
-    boards.plant(root, "jetson-orin-nano", 6)
+    boards.write_fake_board(root, "jetson-orin-nano", 6)
     user.shut(root / "sys/kernel/debug")
     pin(root)
     for name, text in ((f"{OC}/oc1_event_cnt", "2"), ("sys/class/thermal/cooling_device0/type", "cpu-throttle-alert")):
@@ -142,10 +142,10 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
     mend = board.only().mend or ""
     assert "fedquilt flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
     assert "pip" not in mend
-    seen = facts.look(board.root, board.clock_s, 0.0)
+    seen = facts.read_machine(board.root, board.clock_s, 0.0)
     for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
         held = packages.Packages(versions, torch_numpy=1)
-        assert not [one for one in packages.check(seen, held) if one.mend and "pip install" in one.mend]
+        assert not [one for one in packages.check_packages(seen, held) if one.mend and "pip install" in one.mend]
 
 
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:

@@ -35,19 +35,19 @@ def home(tmp_path: Path) -> Path:
 def add(store: Store, folder: Path, **table: Any) -> str:
     made = folder / "job.bundle"
     if not made.is_dir():
-        bundle.write(made, {}, {})
-    return store.add(settings.parse({"name": "digits", "method": "fedavg", **table}), made)
+        bundle.write_bundle(made, {}, {})
+    return store.add_job(settings.parse_job({"name": "digits", "method": "fedavg", **table}), made)
 
 
 def bad(home: Path, free: Callable[[Path], int] = free) -> list[tuple[str, str]]:
-    return [(one.number, one.severity) for one in coordinator.check(home, free) if one.severity != "ok"]
+    return [(one.number, one.severity) for one in coordinator.check_coordinator(home, free) if one.severity != "ok"]
 
 
 def test_a_healthy_folder_has_no_finding(home: Path) -> None:
     """Served or not."""
     assert bad(home) == []
     with Store(home) as store:
-        assert store.lock()
+        assert store.acquire_lock()
         assert bad(home) == []
 
 
@@ -85,11 +85,11 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
     """Its settings cannot be decoded any more, or what happened to it; the other is looked at all the same."""
     with Store(home) as store:
         add(store, home.parent)
-        (first, *_) = store.jobs()
+        (first, *_) = store.readable_jobs()
         store._db.execute("update jobs set settings = '{}' where id = ?", (first.id,))
     assert bad(home) == [("FQ504", "error"), ("FQ507", "warning")]
     with Store(home) as store:
-        store._db.execute("insert into facts (job, at, body) values (?, 0, '{}')", (store.jobs()[0].id,))
+        store._db.execute("insert into facts (job, at, body) values (?, 0, '{}')", (store.readable_jobs()[0].id,))
     assert bad(home) == [("FQ504", "error"), ("FQ504", "error"), ("FQ507", "warning")]
 
 
@@ -97,7 +97,7 @@ def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
     """Queued, and no coordinator."""
     with Store(home) as store:
         id = add(store, tmp_path)
-    (found,) = [one for one in coordinator.check(home, free) if one.severity != "ok"]
+    (found,) = [one for one in coordinator.check_coordinator(home, free) if one.severity != "ok"]
     assert (found.number, found.severity) == ("FQ507", "warning")
     assert id in found.sentence
     assert found.mend == f"fedquilt serve --home {home}"
@@ -109,15 +109,15 @@ def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_p
         id = add(store, tmp_path, cohort={"min_devices": 3})
         store.set_status(id, "running")
         other = add(store, tmp_path)
-        assert store.lock()
+        assert store.acquire_lock()
         assert bad(home) == [("FQ509", "warning")]
-        store.append(id, Surveyed(0, ("a", "b"), {"offline": ("c",)}))
-        found = [one for one in coordinator.check(home, free) if one.number in ("FQ508", "FQ509")]
+        store.append_event(id, Surveyed(0, ("a", "b"), {"offline": ("c",)}))
+        found = [one for one in coordinator.check_coordinator(home, free) if one.number in ("FQ508", "FQ509")]
         assert other in found[1].sentence or other in found[0].sentence
         (stuck,) = [one for one in found if one.number == "FQ509"]
         assert "waits for 3 devices" in stuck.sentence
         assert "c: offline" in stuck.sentence
-        store.append(id, Asked(0, 0, ("a", "b", "d")))
+        store.append_event(id, Asked(0, 0, ("a", "b", "d")))
         assert bad(home) == []
 
 
@@ -125,8 +125,8 @@ def test_a_bundle_or_a_state_that_is_gone_is_found(home: Path, tmp_path: Path) -
     """Both are what a run cannot go on without."""
     with Store(home) as store:
         id = add(store, tmp_path)
-        store.append(id, Started(BlobRef(sha256="ab" * 32, size=1)))
-        assert store.lock()
+        store.append_event(id, Started(BlobRef(sha256="ab" * 32, size=1)))
+        assert store.acquire_lock()
         assert ("FQ511", "error") in bad(home)
         assert ("FQ510", "error") not in bad(home)
         (tmp_path / "job.bundle/bundle.json").unlink()

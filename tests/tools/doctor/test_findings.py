@@ -25,7 +25,7 @@ def test_sentences_fit_a_terminals_80_columns(monkeypatch: pytest.MonkeyPatch) -
     """Below one another under the sentence's beginning; a mend stays in one line, which can be copied."""
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "80")
-    lines = findings.lines(FOUND)
+    lines = findings.format_findings(FOUND)
     sentences = [line for line in lines if "mend:" not in line]
     assert max(map(len, sentences)) <= 80
     assert len(sentences) == 4
@@ -36,4 +36,4 @@ def test_sentences_fit_a_terminals_80_columns(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_terminal_each_sentence_is_one_line() -> None:
     """So that programs such as grep find it whole."""
-    assert findings.lines(FOUND)[1] == f"error    FQ309  {LONG}"
+    assert findings.format_findings(FOUND)[1] == f"error    FQ309  {LONG}"

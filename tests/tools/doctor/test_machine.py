@@ -25,9 +25,9 @@ def test_a_healthy_board_has_no_finding(board: Any) -> None:
 @pytest.mark.parametrize(("name", "jetpack"), [("jetson-tx2", 4), ("jetson-agx-orin", 5), ("jetson-nano", 4)])
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
     """With cgroup v1, and no wheels with the GPU for any Python that fedquilt runs on."""
-    boards.plant(tmp_path, name, jetpack)
-    seen = dataclasses.replace(facts.look(tmp_path, 1.8e9, 0.0), python=(3, 10))
-    found = machine.check(seen) + packages.check(seen, packages.Packages({"onnxruntime": "1.23.2"}))
+    boards.write_fake_board(tmp_path, name, jetpack)
+    seen = dataclasses.replace(facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
+    found = machine.check_machine(seen) + packages.check_packages(seen, packages.Packages({"onnxruntime": "1.23.2"}))
     assert [one for one in found if one.severity != "ok"] == []
     assert seen.jetpack == jetpack
 
@@ -61,7 +61,7 @@ def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
 
 def test_a_32_bit_python_is_found() -> None:
     """No wheels of onnxruntime or torch are made for it."""
-    found = [one for one in machine.check(Machine(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
+    found = [one for one in machine.check_machine(Machine(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
     assert [one.number for one in found] == ["FQ102"]
 
 
@@ -104,8 +104,8 @@ def test_torchvisions_operators_of_another_torch_are_told_and_no_finding(board: 
     (board.root / "usr/lib/python3/dist-packages/torchvision").mkdir()
     (board.root / "usr/lib/python3/dist-packages/torchvision/_C.so").write_bytes(needs)
     assert board.examine("machine") == []
-    seen = facts.look(board.root, board.clock_s, 0.0)
-    told = packages.vision(packages.look(seen.paths))
+    seen = facts.read_machine(board.root, board.clock_s, 0.0)
+    told = packages.check_torchvision(packages.read_packages(seen.paths))
     assert told is not None
     assert (told.number, told.severity) == ("FQ205", "ok")
     assert "does not fit torch 2.9.0" in told.sentence
@@ -191,9 +191,9 @@ def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
         place = tmp_path / "sys/class/hwmon/hwmon0"
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(f"{text}\n")
-    seen = facts.look(tmp_path, 1.8e9, 0.0)
-    assert "FQ153" in [one.number for one in machine.check(seen)]
-    assert "FQ120" in [one.number for one in machine.check(seen) if one.severity == "error"]  # no /proc there
+    seen = facts.read_machine(tmp_path, 1.8e9, 0.0)
+    assert "FQ153" in [one.number for one in machine.check_machine(seen)]
+    assert "FQ120" in [one.number for one in machine.check_machine(seen) if one.severity == "error"]  # no /proc there
 
 
 def test_a_power_mode_that_the_catalogue_has_not_is_found(board: Any) -> None:
@@ -230,29 +230,31 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
 
             thread = threading.Thread(target=serve)
             thread.start()
-            seen = Machine(1.8e9, memory_bytes=10**9, helper=facts._helper(place))
+            seen = Machine(1.8e9, memory_bytes=10**9, helper=facts._read_helper_status(place))
             thread.join()
-        return [one.number for one in machine.check(seen) if one.severity != "ok"]
+        return [one.number for one in machine.check_machine(seen) if one.severity != "ok"]
 
     assert told(Status(clocks=())) == []
     assert told(Status(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
-    dead = Machine(1.8e9, memory_bytes=10**9, helper=facts._helper(place))  # its socket is left, nobody listens
-    assert [one.number for one in machine.check(dead) if one.severity != "ok"] == ["FQ170"]
-    assert "systemctl restart" in (machine.clock_helper(dead).mend or "")  # type: ignore[union-attr]
+    dead = Machine(
+        1.8e9, memory_bytes=10**9, helper=facts._read_helper_status(place)
+    )  # its socket is left, nobody listens
+    assert [one.number for one in machine.check_machine(dead) if one.severity != "ok"] == ["FQ170"]
+    assert "systemctl restart" in (machine.check_clock_helper(dead).mend or "")  # type: ignore[union-attr]
     refused = Machine(1.8e9, memory_bytes=10**9, helper=facts.HelperFault("not permitted", "no"))
-    assert "usermod" in (machine.clock_helper(refused).mend or "")  # type: ignore[union-attr]
+    assert "usermod" in (machine.check_clock_helper(refused).mend or "")  # type: ignore[union-attr]
 
 
 def test_what_flash_and_the_authority_need_is_looked_for() -> None:
     """Three packages and one program."""
-    none = operator.check(lambda name: False, lambda name: False)
+    none = operator.check_operator_machine(lambda name: False, lambda name: False)
     assert [(one.number, one.severity) for one in none] == [(f"FQ60{n}", "warning") for n in (1, 2, 3, 4)]
-    assert {one.severity for one in operator.check(lambda name: True, lambda name: True)} == {"ok"}
+    assert {one.severity for one in operator.check_operator_machine(lambda name: True, lambda name: True)} == {"ok"}
 
 
 def test_sizes_are_read_as_systemd_writes_them() -> None:
     """Powers of 1024; per cent and infinity are no sizes."""
-    assert [facts.size_bytes(text) for text in ("512", "2K", "3M", "75%", "infinity", "")] == [
+    assert [facts.parse_systemd_size(text) for text in ("512", "2K", "3M", "75%", "infinity", "")] == [
         512,
         2048,
         3 * 2**20,

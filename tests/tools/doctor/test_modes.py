@@ -10,7 +10,7 @@ from fedquilt import profiles
 from fedquilt.core import Work
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, taught
+from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, learn_segment
 from fedquilt.edge_agent.state import Local
 from fedquilt.tools.doctor import modes
 
@@ -18,7 +18,7 @@ WORK = Work(flops=5e12, read_bytes=1e10, workload="torch-conv")
 
 
 def in_mode(board: Any, name: str) -> None:
-    (mode,) = [each for each in controls.discover(board.root).modes if each.name == name]
+    (mode,) = [each for each in controls.discover_controls(board.root).modes if each.name == name]
     board.write("var/lib/nvpmodel/status", f"pmode:{mode.id:04d}")
 
 
@@ -26,23 +26,23 @@ def remembered(board: Any, left_s: float) -> None:
     """The agent's record of a task that was as fast as the profile has it, and had so long."""
     point = next(each for each in profile(board).operating_points() if each.name == "7W")
     seen = Seen(point, WORK, 2.0 * seconds(board, "7W"), None)
-    learned = taught(Learned(), seen)
+    learned = learn_segment(Learned(), seen)
     assert learned.time is not None
     known = Learned(time=learned.time, latest=Latest(work=WORK, left_s=left_s))
-    Local(board.root / "var/lib/fedquilt").remember({"torch fedavg": known})
+    Local(board.root / "var/lib/fedquilt").store_learned_costs({"torch fedavg": known})
 
 
 def profile(board: Any) -> profiles.Board:
-    found = jetson.fitting(board.root)
+    found = jetson.find_profile(board.root)
     assert found is not None
     return found
 
 
 def seconds(board: Any, name: str) -> float:
     """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
-    levers = controls.discover(board.root)
+    levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
-    told_s = modes._fastest_s(profile(board), levers, mode, Learned(), Latest(work=WORK, left_s=0.0))
+    told_s = modes._shortest_duration_s(profile(board), levers, mode, Learned(), Latest(work=WORK, left_s=0.0))
     assert told_s is not None
     return told_s
 

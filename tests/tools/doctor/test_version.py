@@ -30,7 +30,7 @@ def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monke
         return command(home)
 
     monkeypatch.setattr(confine, "task_command", noted)
-    version.small_task()
+    version.train_small_task()
     (home,) = homes
     assert not home.exists()
 
@@ -54,5 +54,5 @@ def test_a_task_process_that_does_not_hold_is_told_in_its_words(
     for name, value in limits.items():
         monkeypatch.setattr(version, name, value)
     with pytest.raises(JobError, match="one small task has failed: ") as raised:
-        version.small_task()
+        version.train_small_task()
     assert said in str(raised.value)

@@ -15,11 +15,11 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, Update, Usage
 from fedquilt.methods.fedstitch import METHOD, State
 from fedquilt.models.stitching import judging
-from fedquilt.testing.toys import SMALL, build, members, play
+from fedquilt.testing.toys import SMALL, build_donors, image_members, run_method
 from fedquilt.tools.emulate import beside
 
-bundle, runner = build()
-SEARCH = play("fedstitch", bundle, members(), SMALL, engine=runner, seed=3, rounds=1000)
+bundle, runner = build_donors()
+SEARCH = run_method("fedstitch", bundle, image_members(), SMALL, engine=runner, seed=3, rounds=1000)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ class Stored:
     def __call__(self, search: Sequence[State], seconds: Sequence[float] = ()) -> tuple[Store, str]:
         store = Store(self.folder / str(len(self.stores)))
         self.stores.append(store)
-        run = store.add(Job(name="toy", method="fedstitch"), self.folder)
+        run = store.add_job(Job(name="toy", method="fedstitch"), self.folder)
         for round, wall_s in enumerate(seconds):
             update = Update(
                 job=run,
@@ -50,10 +50,10 @@ class Stored:
                 metrics={},
                 usage=Usage(wall_s=wall_s),
             )
-            store.append(run, Answered(round=round, update=update))
+            store.append_event(run, Answered(round=round, update=update))
         for round, each in enumerate(search):
-            ref = store.depot.put(tensors.pack(each))
-            store.append(run, Committed(round=round, state=ref, finished=METHOD.done(each), metrics={}))
+            ref = store.depot.store_bytes(tensors.pack_state(each))
+            store.append_event(run, Committed(round=round, state=ref, finished=METHOD.done(each), metrics={}))
         return store, run
 
 
@@ -63,7 +63,7 @@ def test_a_run_beside_itself_differs_in_nothing(stored: Stored) -> None:
     last = SEARCH[-1]
     assert (found.rounds, found.tasks_s) == (len(SEARCH), (0.5, 2.0))
     assert (found.paths, found.only, found.score, found.junction) == (len(beside.scores(last)), 0, 0.0, 0.0)
-    assert found.chosen == judging.name(last.candidates[last.chosen])
+    assert found.chosen == judging.candidate_name(last.candidates[last.chosen])
     assert found.same
 
 

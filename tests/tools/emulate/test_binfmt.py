@@ -62,7 +62,7 @@ def test_an_entry_is_made_and_removed_whatever_happens(table: Path, problem: typ
     """A failure inside and Ctrl-C too."""
     entry = table / binfmt.NAME
     try:
-        with binfmt.registered(QEMU, within(table)) as said:
+        with binfmt.register_emulator(QEMU, within(table)) as said:
             assert (table / "register").read_text() == binfmt.line(QEMU)
             assert said == f"by {QEMU}, until this ends"
             entry.write_text(OTHER)  # as the kernel does
@@ -91,7 +91,7 @@ def test_an_entry_is_removed_when_its_maker_is_killed(table: Path) -> None:
 def test_an_entry_that_was_there_is_used_and_stays(table: Path) -> None:
     """A distribution's own, if it serves roots that do not have the emulator."""
     (table / "qemu-aarch64").write_text(OTHER)
-    with binfmt.registered(QEMU, within(table)) as said:
+    with binfmt.register_emulator(QEMU, within(table)) as said:
         assert said == "by qemu-aarch64, which was there and stays"
     assert (table / "register").read_text() == ""
     assert (table / "qemu-aarch64").read_text() == OTHER
@@ -110,7 +110,7 @@ def test_an_entry_that_was_there_is_used_and_stays(table: Path) -> None:
 def test_an_entry_that_does_not_serve_is_left_alone(table: Path, other: str) -> None:
     """Ours stands beside it."""
     (table / "other").write_text(other)
-    with binfmt.registered(QEMU, within(table)) as said:
+    with binfmt.register_emulator(QEMU, within(table)) as said:
         assert said.startswith(f"by {QEMU}")
     assert (table / "other").read_text() == other
 
@@ -118,7 +118,7 @@ def test_an_entry_that_does_not_serve_is_left_alone(table: Path, other: str) -> 
 def test_one_of_ours_that_was_left_behind_is_removed_first(table: Path) -> None:
     """Nobody else uses that name."""
     (table / binfmt.NAME).write_text(OTHER)
-    with binfmt.registered(QEMU, within(table)) as said:
+    with binfmt.register_emulator(QEMU, within(table)) as said:
         assert said.startswith(f"by {QEMU}")
         assert (table / binfmt.NAME).read_text() == REMOVED
 
@@ -129,11 +129,11 @@ def test_a_kernel_that_refuses_is_told(table: Path) -> None:
     (table / "register").mkdir()
     with (
         pytest.raises(JobError, match=r"does not take the entry fedquilt-aarch64 .*register.*[Dd]irectory"),
-        binfmt.registered(QEMU, within(table)),
+        binfmt.register_emulator(QEMU, within(table)),
     ):
         pass
     with (
         pytest.raises(JobError, match=r"is binfmt_misc in this kernel \(modprobe binfmt_misc\)"),
-        binfmt.registered(QEMU, lambda commands: ["false"]),
+        binfmt.register_emulator(QEMU, lambda commands: ["false"]),
     ):
         pass

@@ -55,7 +55,7 @@ def test_the_pin_says_why() -> None:
 def test_the_job_is_the_demos_for_one_board_that_has_every_image(tmp_path: Path, rounds: int | None) -> None:
     """With time enough for an emulated board."""
     plan = emulate._job(tmp_path, rounds)
-    (agent,), ((member,), _) = plan.agents(), plan.members()
+    (agent,), ((member,), _) = plan.make_agent_tables(), plan.load_devices()
     assert plan.job.rounds == (rounds or 60)
     assert plan.job.cohort.deadline_s == emulate.DEADLINE_S
     assert agent["device"] == member.device == emulate.DEVICE
@@ -68,12 +68,12 @@ def test_only_one_runs_at_a_time(tmp_path: Path) -> None:
     """They would remove each other's entry in the kernel's table."""
     (tmp_path / "qemu").touch()
     with (
-        host.alone(tmp_path / "qemu"),
+        host.hold_lock(tmp_path / "qemu"),
         pytest.raises(JobError, match="another `fedquilt emulate` runs"),
-        host.alone(tmp_path / "qemu"),
+        host.hold_lock(tmp_path / "qemu"),
     ):
         pass
-    with host.alone(tmp_path / "qemu"):
+    with host.hold_lock(tmp_path / "qemu"):
         pass
 
 
@@ -81,7 +81,7 @@ def test_only_one_runs_at_a_time(tmp_path: Path) -> None:
 def test_a_signal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
     """And what it did before, it does afterwards."""
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), host.interruptible():
+    with pytest.raises(KeyboardInterrupt), host.interrupt_on_signals():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 

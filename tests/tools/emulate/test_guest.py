@@ -15,7 +15,7 @@ from fedquilt.tools.emulate.guest import Guest
 
 def test_a_command_in_it_runs_in_spaces_of_its_own(tmp_path: Path) -> None:
     """Mounts and processes go with it; the user is set last, by number."""
-    words = Guest(tmp_path).words(["/bin/true", "x"], 101, 102, "/srv")
+    words = Guest(tmp_path).command_inside(["/bin/true", "x"], 101, 102, "/srv")
     assert words[0] == "unshare"
     assert {"--mount", "--pid", "--fork", "--kill-child"} <= set(words[: words.index("sh")])
     told = dict(itertools.pairwise(words))
@@ -29,7 +29,7 @@ def test_programs_see_a_boards_cores(tmp_path: Path) -> None:
     assert guest.ENVIRONMENT["QEMU_CPU"] == "cortex-a76"
 
     class Here(Guest):
-        def words(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
+        def command_inside(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
             return list(command)
 
     assert Here(tmp_path).run("/usr/bin/env").splitlines() == [f"{k}={v}" for k, v in guest.ENVIRONMENT.items()]
@@ -43,14 +43,14 @@ def test_a_user_is_the_roots_own(tmp_path: Path) -> None:
     (tmp_path / "etc/passwd").write_text(
         "root:x:0:0::/root:/bin/sh\nfedquilt:!:997:996::/var/lib/fedquilt:/bin/false\n"
     )
-    assert Guest(tmp_path).ids("fedquilt") == (997, 996)
+    assert Guest(tmp_path).read_ids("fedquilt") == (997, 996)
     with pytest.raises(JobError, match=r"no user nobody: fedquilt-setup\.service makes it"):
-        Guest(tmp_path).ids("nobody")
+        Guest(tmp_path).read_ids("nobody")
 
 
 def test_debootstrap_gets_the_architecture_suite_and_mirror(tmp_path: Path) -> None:
     """And its mounts are its own."""
-    words = guest.bootstrap(tmp_path / "new", "http://near.example/debian")
+    words = guest.bootstrap_command(tmp_path / "new", "http://near.example/debian")
     assert words[:3] == ["unshare", "--mount", "debootstrap"]
     assert "--arch=arm64" in words
     assert any(word.startswith("--include=") and "python3" in word for word in words)
@@ -80,11 +80,11 @@ def test_a_root_file_system_appears_when_it_is_whole(fake: Path, monkeypatch: py
     root, log = fake / "out/root", fake / "log"
     monkeypatch.setenv("CODE", "1")
     with pytest.raises(JobError, match=r"with http://m\.example ended with 1: E: no such suite \(.*log\)"):
-        guest.make(root, "http://m.example", log)
+        guest.create_root(root, "http://m.example", log)
     assert not root.exists()
     (fake / "out/root.new/rest").touch()
     monkeypatch.setenv("CODE", "0")
-    assert guest.make(root, "http://m.example", log) == Guest(root)
+    assert guest.create_root(root, "http://m.example", log) == Guest(root)
     assert (root / "bin").is_dir()
     assert not (root / "rest").exists()
     assert not (fake / "out/root.new").exists()

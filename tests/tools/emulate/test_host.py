@@ -19,8 +19,8 @@ GOOD = Machine("x86_64", 0, ALL, 10**10)
 
 def test_a_machine_that_has_it_all_is_asked_for_nothing() -> None:
     """And disk only while there is no root file system yet."""
-    host.require(GOOD, made=False)
-    host.require(Machine("x86_64", 0, ALL, 0), made=True)
+    host.require_all(GOOD, made=False)
+    host.require_all(Machine("x86_64", 0, ALL, 0), made=True)
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def test_a_machine_that_has_it_all_is_asked_for_nothing() -> None:
 def test_each_want_is_told_with_its_mend(machine: Machine, told: str) -> None:
     """As what has to be done."""
     with pytest.raises(JobError, match=told):
-        host.require(machine, made=False)
+        host.require_all(machine, made=False)
 
 
 def test_programs_are_told_by_the_packages_that_bring_them_and_all_wants_at_once() -> None:
     """One command installs them."""
     few = {name: path for name, path in ALL.items() if name not in ("qemu-aarch64-static", "mosquitto")}
     with pytest.raises(JobError, match=r"root, .*; and programs: sudo apt install qemu-user-static mosquitto$"):
-        host.require(Machine("x86_64", 1, few, 10**10), made=False)
+        host.require_all(Machine("x86_64", 1, few, 10**10), made=False)
 
 
 def test_this_machine_is_seen_as_it_is(tmp_path: Path) -> None:
     """Also where the folder is yet to be made."""
-    seen = Machine.here(tmp_path / "not" / "yet")
+    seen = Machine.detect(tmp_path / "not" / "yet")
     assert seen.free_bytes > 0
     assert set(seen.programs) <= {*host.PROGRAMS, *host.BOOTED}
     assert all(Path(path).is_file() for path in seen.programs.values())

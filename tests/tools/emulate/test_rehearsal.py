@@ -19,7 +19,7 @@ from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsa
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.layouts import EVERY
 from fedquilt.tools.emulate.listener import Heard, Listener
-from fedquilt.tools.emulate.released import target
+from fedquilt.tools.emulate.released import flash_options
 from fedquilt.tools.emulate.rollouts import HOME, PHASED
 from fedquilt.tools.flash import bundle
 from fedquilt.transport.link import Message
@@ -32,16 +32,16 @@ ORIN = ("jetson-orin-nx", 6)
 
 def test_all_boards_come_up_unless_some_are_named() -> None:
     """A board without a JetPack is meant with each of its own."""
-    assert sorted(rehearsal.chosen([])) == sorted(EVERY)
-    assert rehearsal.chosen([])[0] == rehearsal.FIRST
+    assert sorted(rehearsal.select_layouts([])) == sorted(EVERY)
+    assert rehearsal.select_layouts([])[0] == rehearsal.FIRST
     assert len(EVERY) >= 12
-    assert rehearsal.chosen(["jetson-agx-orin", "jetson-tx2:4"]) == [
+    assert rehearsal.select_layouts(["jetson-agx-orin", "jetson-tx2:4"]) == [
         ("jetson-agx-orin", 5),
         ("jetson-agx-orin", 6),
         ("jetson-tx2", 4),
     ]
     with pytest.raises(JobError, match=r"no board 'jetson-tx2:6' to rehearse; there are: .*jetson-tx2:4"):
-        rehearsal.chosen(["jetson-tx2:6"])
+        rehearsal.select_layouts(["jetson-tx2:6"])
 
 
 def test_its_command_takes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +58,7 @@ def test_its_command_takes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -
 def test_what_is_missing_is_told_with_the_packages_that_have_it() -> None:
     """An aarch64 is no hindrance here: nothing is emulated."""
     with pytest.raises(JobError) as error:
-        host.require(Machine("aarch64", 1, {"unshare": "/bin/unshare"}, 10**10), False, host.BOOTED)
+        host.require_all(Machine("aarch64", 1, {"unshare": "/bin/unshare"}, 10**10), False, host.BOOTED)
     assert "sudo fedquilt emulate --systemd" in str(error.value)
     assert "sudo apt install debootstrap systemd-container mosquitto" in str(error.value)
     assert "another machine" not in str(error.value)
@@ -72,18 +72,18 @@ def test_a_board_is_laid_with_its_debugfs_shut_and_its_disk_in_the_root(tmp_path
     """And what is expected of its agent is the board's own: its name, its points, its power."""
     root = tmp_path / "root"
     (root / "etc").mkdir(parents=True)
-    files = layouts.lay(layout, tmp_path / "tree", root)
+    files = layouts.write_layout(layout, tmp_path / "tree", root)
     assert (files / "kernel/debug").stat().st_mode & 0o777 == 0o700
     assert list((files / "fs/cgroup").iterdir()) == []
     assert f"R{ {4: 32, 5: 35, 6: 36, 7: 38}[layout[1]] } " in (root / "etc/nv_tegra_release").read_text()
     assert (root / "etc/nvpmodel.conf").read_text().startswith("< PARAM")
-    wanted = layouts.expected(tmp_path / "tree")
+    wanted = layouts.read_expected_profile(tmp_path / "tree")
     assert wanted.board == layouts.BOARDS[layout[0]].model
     assert len(wanted.points) > 3
     assert wanted.power_w is not None
-    layouts.lay(("jetson-tx2", 4), tmp_path / "tree", root)
+    layouts.write_layout(("jetson-tx2", 4), tmp_path / "tree", root)
     assert "R32 " in (root / "etc/nv_tegra_release").read_text()
-    assert layouts.expected(tmp_path / "tree").board == "quill"
+    assert layouts.read_expected_profile(tmp_path / "tree").board == "quill"
 
 
 def profile(wanted: layouts.Told, points: int | None = None) -> Profile:
@@ -101,34 +101,34 @@ def profile(wanted: layouts.Told, points: int | None = None) -> Profile:
 
 def test_an_agent_that_knows_less_of_its_board_than_root_does_is_found_out(tmp_path: Path) -> None:
     """Points that only root's files tell, another name, another reading, none."""
-    layouts.lay(ORIN, tmp_path / "tree", tmp_path / "root")
-    wanted = layouts.expected(tmp_path / "tree")
+    layouts.write_layout(ORIN, tmp_path / "tree", tmp_path / "root")
+    wanted = layouts.read_expected_profile(tmp_path / "tree")
     told = wire.Telemetry(power_w=wanted.power_w, temperature_c=wanted.temperature_c)
-    assert layouts.differences(wanted, profile(wanted), told) == []
-    few = layouts.differences(wanted, profile(wanted, 3), told)
+    assert layouts.find_differences(wanted, profile(wanted), told) == []
+    few = layouts.find_differences(wanted, profile(wanted, 3), told)
     assert few == [f"it tells 3 of {len(wanted.points)} operating points"]
-    assert layouts.differences(wanted, profile(wanted), None) == ["it tells no readings"]
+    assert layouts.find_differences(wanted, profile(wanted), None) == ["it tells no readings"]
     cold = wire.Telemetry(power_w=wanted.power_w)
-    (said,) = layouts.differences(wanted, profile(wanted), cold)
+    (said,) = layouts.find_differences(wanted, profile(wanted), cold)
     assert said.startswith("it tells None degrees where the board has 4")
 
 
 def test_clocks_that_are_not_put_back_are_seen(tmp_path: Path) -> None:
     """Each file that the helper writes, but the rate of an unlocked memory clock."""
-    layouts.lay(ORIN, tmp_path / "tree", tmp_path / "root")
-    before = layouts.clocks(tmp_path / "tree")
+    layouts.write_layout(ORIN, tmp_path / "tree", tmp_path / "root")
+    before = layouts.read_clock_files(tmp_path / "tree")
     assert any(name.endswith("policy0/scaling_max_freq") for name in before)
     assert any(name.endswith("mrq_rate_locked") for name in before)
     assert not any(name.endswith("/rate") for name in before)
     (tmp_path / "tree/sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq").write_text("1")
-    assert layouts.clocks(tmp_path / "tree") != before
+    assert layouts.read_clock_files(tmp_path / "tree") != before
 
 
 # -- what a device says ---------------------------------------------------------------------------
 
 
 def said(leaf: str, message: wire.Wired, device: str = "b") -> Message:
-    return Message(wire.Topics("fleet").device(device, "up", leaf), wire.encode(message), False)
+    return Message(wire.Topics("fleet").device_topic(device, "up", leaf), wire.encode(message), False)
 
 
 def test_a_start_of_the_agent_is_known_by_its_name() -> None:
@@ -138,14 +138,14 @@ def test_a_start_of_the_agent_is_known_by_its_name() -> None:
         said("presence", wire.Presence(online=True, boot="one", seq=1)),
         said("telemetry", wire.Telemetry(power_w=2.0)),
         said("presence", wire.Presence(online=True, boot="other", seq=1), device="c"),
-        Message(wire.Topics("fleet").device("b", "up", "profile"), b"garbage", False),
+        Message(wire.Topics("fleet").device_topic("b", "up", "profile"), b"garbage", False),
         Message("elsewhere", b"", False),
     ):
-        heard = heard.after(message, "b")
+        heard = heard.with_message(message, "b")
     assert (heard.online, heard.telemetry, heard.begun) == ("one", wire.Telemetry(power_w=2.0), frozenset({"one"}))
-    heard = heard.after(said("presence", wire.Presence(online=False, boot="one")), "b")
+    heard = heard.with_message(said("presence", wire.Presence(online=False, boot="one")), "b")
     assert heard.online == ""
-    heard = heard.after(said("presence", wire.Presence(online=True, boot="two", seq=1)), "b")
+    heard = heard.with_message(said("presence", wire.Presence(online=True, boot="two", seq=1)), "b")
     assert (heard.online, heard.telemetry, heard.begun) == ("two", None, frozenset({"one", "two"}))
 
 
@@ -155,17 +155,17 @@ def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> 
 
     def connect() -> mock.Mock:
         said = wire.Presence(online=True, boot=f"b{len(links)}")
-        topic = wire.Topics("fleet").device("d", "up", "presence")
+        topic = wire.Topics("fleet").device_topic("d", "up", "presence")
         links.append(mock.Mock(receive=lambda: [Message(topic, wire.encode(said), False)]))
         return links[-1]
 
     listener = Listener(connect, "fleet", "d")
-    listener.listen(0.0)
+    listener.receive(0.0)
     listener.close()
     links[0].close.assert_called_once()
     listener.close()
-    assert listener.listen(0.0).begun == {"b0", "b1"}
-    links[1].subscribe.assert_called_once_with([wire.Topics("fleet").device("d", "up", "+")])
+    assert listener.receive(0.0).begun == {"b0", "b1"}
+    links[1].subscribe.assert_called_once_with([wire.Topics("fleet").device_topic("d", "up", "+")])
 
 
 # -- the container and its enclosure --------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> 
 
 def test_a_container_is_booted_as_its_command_says(tmp_path: Path) -> None:
     """The board's files are there before systemd is; its groups are entered first."""
-    words = container.words(tmp_path / "root", tmp_path / "sys", "n", (tmp_path / "a b/cgroup.procs",))
+    words = container.boot_command(tmp_path / "root", tmp_path / "sys", "n", (tmp_path / "a b/cgroup.procs",))
     assert words[:2] == ["sh", "-c"]
     assert words[2] == f"echo 0 > '{tmp_path}/a b/cgroup.procs' || true\nexec \"$@\""
     assert f"--bind={tmp_path}/sys:/run/board/sys" in words
@@ -184,12 +184,12 @@ def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two systems in the same control groups would end each other's services."""
-    words = container.words(tmp_path / "root", None, "n")
+    words = container.boot_command(tmp_path / "root", None, "n")
     assert not [word for word in words if word.startswith("--bind")]
     assert words[-1] == "exec /lib/systemd/systemd"
-    monkeypatch.setattr(enclosure, "own_groups", lambda told: [tmp_path / enclosure.OURS])
-    assert enclosure.for_boards() == [tmp_path / "boards/cgroup.procs"]
-    assert enclosure.for_boards(enclosure.HUB) == [tmp_path / "hub/cgroup.procs"]
+    monkeypatch.setattr(enclosure, "find_own_groups", lambda told: [tmp_path / enclosure.OURS])
+    assert enclosure.container_group_files() == [tmp_path / "boards/cgroup.procs"]
+    assert enclosure.container_group_files(enclosure.HUB) == [tmp_path / "hub/cgroup.procs"]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,16 @@ def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
         ("deploy", "--rollback", "--home", HOME),
         ("upgrade", "agents.tar", *PHASED, "--home", HOME),
         ("upgrade", "--back", "--home", HOME),
-        ("flash", *target("amd64", Path("wheels")), "--upgrade", "agents.tar"),
-        ("flash", "coordinator.toml", "--role", "coordinator", *target("amd64", Path("wheels")), "--rootfs", "hub"),
+        ("flash", *flash_options("amd64", Path("wheels")), "--upgrade", "agents.tar"),
+        (
+            "flash",
+            "coordinator.toml",
+            "--role",
+            "coordinator",
+            *flash_options("amd64", Path("wheels")),
+            "--rootfs",
+            "hub",
+        ),
     ],
 )
 def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
@@ -214,14 +222,14 @@ def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
 def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
     """Its settings are ones, and the folder is the one that is looked into."""
     models = {"serve": "127.0.0.1:8080", "hook": list(released.HOOK)}
-    (tmp_path / "agent.toml").write_text(config.text({"device": "d", "home": "h", "models": models}))
-    assert bundle.board(tmp_path / "agent.toml").models == released.MODELS
+    (tmp_path / "agent.toml").write_text(config.format_toml({"device": "d", "home": "h", "models": models}))
+    assert bundle.read_board_files(tmp_path / "agent.toml").models == released.MODELS
 
 
 def test_a_units_properties_are_read() -> None:
     """A value may hold an equals sign."""
     shown = "MainPID=44\nNRestarts=1\nEnvironment=HOME=/var/lib/fedquilt\nbare\n"
-    assert container.properties(shown) == {
+    assert container.parse_properties(shown) == {
         "MainPID": "44",
         "NRestarts": "1",
         "Environment": "HOME=/var/lib/fedquilt",
@@ -235,8 +243,8 @@ def test_the_first_process_with_numbers_of_its_own_is_found(tmp_path: Path) -> N
         (folder / "ns").mkdir(parents=True)
         (folder / "stat").write_text(f"{number} (a) b) S {parent} 0 0")
         (folder / "ns/pid").symlink_to(f"pid:[{space}]")
-    assert container.child_of(7, tmp_path) == 9
-    assert container.child_of(10, tmp_path) == 0
+    assert container.find_container_process(7, tmp_path) == 9
+    assert container.find_container_process(10, tmp_path) == 0
 
 
 def test_the_groups_that_systemd_uses_are_found(tmp_path: Path) -> None:
@@ -245,12 +253,12 @@ def test_the_groups_that_systemd_uses_are_found(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "cgroup.procs").touch()
     told = "9:name=systemd:/a/b\n4:memory:/x\n0::/c\n"
-    assert enclosure.own_groups(told, tmp_path) == [tmp_path / "systemd/a/b", tmp_path / "unified/c"]
+    assert enclosure.find_own_groups(told, tmp_path) == [tmp_path / "systemd/a/b", tmp_path / "unified/c"]
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "cgroup.procs").touch()
-    assert enclosure.own_groups("0::/user.slice\n", alone) == [alone / "user.slice"]
-    assert enclosure.own_groups("0::/\n", tmp_path / "none") == []
+    assert enclosure.find_own_groups("0::/user.slice\n", alone) == [alone / "user.slice"]
+    assert enclosure.find_own_groups("0::/\n", tmp_path / "none") == []
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="an enclosure needs root")
@@ -297,22 +305,22 @@ def inhabited(group: Path) -> bool:
 def test_nothing_outlives_an_enclosure(tmp_path: Path, number: signal.Signals) -> None:
     """Whatever ends it: the processes in it are gone, its mounts were never seen outside, and it may end in order."""
     seconds = f"{10_000 + os.getpid()}.{number.value}"
-    code = "import sys; from fedquilt.tools.emulate import enclosure; sys.exit(enclosure.run(sys.argv[1:]))"
+    code = "import sys; from fedquilt.tools.emulate import enclosure; sys.exit(enclosure.run_enclosed(sys.argv[1:]))"
     inside = [sys.executable, "-c", HANGS, str(tmp_path), seconds]
     with subprocess.Popen([sys.executable, "-c", code, *inside], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        assert container.until(lambda: sleeping(seconds), 30)
+        assert container.wait_until(lambda: sleeping(seconds), 30)
         assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
         process.send_signal(number)
         ended = process.wait(60)
         said = process.stdout.read()
-    assert container.until(lambda: not sleeping(seconds), 30)
+    assert container.wait_until(lambda: not sleeping(seconds), 30)
     assert (ended, said) == ((-9, "") if number == signal.SIGKILL else (7, "told\n"))
-    parents = enclosure.own_groups(Path("/proc/self/cgroup").read_text())
+    parents = enclosure.find_own_groups(Path("/proc/self/cgroup").read_text())
     groups = [parent / f"{enclosure.GROUP}{process.pid}" for parent in parents]
     # The kernel takes the killed processes down one after the other: a group is empty when the last of them is gone.
-    assert container.until(lambda: not any(inhabited(group) for group in groups), 30)
-    with enclosure.in_groups():  # empty groups are left by kill -9; the next enclosure removes them
+    assert container.wait_until(lambda: not any(inhabited(group) for group in groups), 30)
+    with enclosure.use_own_groups():  # empty groups are left by kill -9; the next enclosure removes them
         pass
     assert [group for group in groups if group.exists()] == []

@@ -24,8 +24,8 @@ DATA = {"path": "/srv/x.npz", "share": 0, "shares": 1}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     """One that is founded."""
-    made = Site(tmp_path_factory.mktemp("site"), *sites.free_ports(2))
-    made.found("board-1")
+    made = Site(tmp_path_factory.mktemp("site"), *sites.find_free_ports(2))
+    made.create_fleet("board-1")
     return made
 
 
@@ -46,24 +46,24 @@ def test_it_is_founded_by_commands_that_an_operator_types(site: Site) -> None:
 def test_the_boards_settings_are_what_flash_takes(site: Site) -> None:
     """With the token, and none of them changed but for where files lie."""
     path = site.folder / "agent.toml"
-    path.write_text(config.text(site.board("board-1", "1GB", DATA)))
-    board = bundle.board(path, token=site.folder / "board-1.token")
+    path.write_text(config.format_toml(site.agent_table("board-1", "1GB", DATA)))
+    board = bundle.read_board_files(path, token=site.folder / "board-1.token")
     assert board.enrols
-    told = settings.parse(config.parse(board.files["agent.toml"].decode(), "agent.toml"))
+    told = settings.parse_settings(config.parse_toml(board.files["agent.toml"].decode(), "agent.toml"))
     assert told.broker.url == site.url == f"mqtts://127.0.0.1:{site.broker}"
     assert told.data == DATA
 
 
 def test_the_coordinators_options_are_ones(site: Site) -> None:
     """As `fedquilt run` reads them."""
-    options = parsed(["run", "job.toml", *site.coordinator()])
+    options = parsed(["run", "job.toml", *site.coordinator_options()])
     assert options["broker"] == site.url
     assert all((site.folder / path).is_file() for path in (options["ca"], options["cert"], options["key"]))
 
 
 def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(site: Site) -> None:
     """Nothing is left out of it."""
-    program, option, path = site.mosquitto()
+    program, option, path = site.write_broker_config()
     lines = Path(path).read_text().splitlines()
     written = (site.folder / "broker/fedquilt.conf").read_text().splitlines()
     assert (program, option) == ("mosquitto", "-c")
@@ -74,18 +74,18 @@ def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(
 def test_a_command_that_fails_is_told_by_its_last_words(site: Site) -> None:
     """They are in the log as well."""
     with pytest.raises(JobError, match=r"fedquilt ca init ended with \d+: fedquilt: .*fedquilt-ca"):
-        site.fedquilt("ca", "init")
+        site.run_fedquilt("ca", "init")
 
 
 def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path) -> None:
     """Its group gets the signal, so that its children go as well."""
-    (port,) = sites.free_ports(1)
+    (port,) = sites.find_free_ports(1)
     code = (
         "import subprocess, socket, sys, time\n"
         "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True)\n"
         f"with socket.create_server(('127.0.0.1', {port})): time.sleep(600)"
     )
-    with sites.running([sys.executable, "-c", code], tmp_path, tmp_path / "log", port) as process:
+    with sites.run_server([sys.executable, "-c", code], tmp_path, tmp_path / "log", port) as process:
         child = int(sites.last(tmp_path / "log"))
         assert process.poll() is None
     assert process.returncode is not None
@@ -103,18 +103,18 @@ def _ended(pid: int) -> bool:
 
 def test_a_server_that_ends_is_told_by_its_last_words(tmp_path: Path) -> None:
     """And where its log is."""
-    (port,) = sites.free_ports(1)
+    (port,) = sites.find_free_ports(1)
     words = [sys.executable, "-c", "print('address in use'); raise SystemExit(1)"]
     with (
         pytest.raises(LinkError, match=rf"does not listen on 127.0.0.1:{port}: address in use \(.*log\)"),
-        sites.running(words, tmp_path, tmp_path / "log", port),
+        sites.run_server(words, tmp_path, tmp_path / "log", port),
     ):
         pass
 
 
 def test_free_ports_are_different_and_free() -> None:
     """They can be listened on."""
-    ports = sites.free_ports(3)
+    ports = sites.find_free_ports(3)
     assert len(set(ports)) == 3
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):

@@ -22,10 +22,10 @@ ENROLS = bundle.Board("b", {"agent.toml": b""}, 1_000_000_000, True)
 class Here(Guest):
     """A root whose programs are this machine's, run as this user."""
 
-    def words(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
+    def command_inside(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
         return list(command)
 
-    def ids(self, name: str) -> tuple[int, int]:
+    def read_ids(self, name: str) -> tuple[int, int]:
         return os.getuid(), os.getgid()
 
 
@@ -39,7 +39,7 @@ def board(tmp_path: Path) -> Here:
 
 
 def flashed(name: str) -> units.Service:
-    return units.parse(name, bundle.units(ENROLS)[f"{name}.service"].decode())
+    return units.parse(name, bundle.render_units(ENROLS)[f"{name}.service"].decode())
 
 
 def test_the_agents_own_unit_is_understood() -> None:
@@ -121,7 +121,10 @@ def test_what_a_service_tells_of_itself_is_heard(board: Here) -> None:
     (deep.root / "run").mkdir(parents=True)
     notices = units.Notices(deep)
     heard = os.open(deep.root / "run", os.O_PATH)
-    code = "import sys; from fedquilt.systemd import notify; [notify(word, sys.argv[1]) for word in sys.argv[2:]]"
+    code = (
+        "import sys; from fedquilt.systemd import send_notification; [send_notification(word, sys.argv[1]) for "
+        "word in sys.argv[2:]]"
+    )
     said = ("READY=1\nWATCHDOG=1\nSTATUS=asks for a", "STATUS=online as b")
     try:
         subprocess.run([sys.executable, "-c", code, f"/proc/self/fd/{heard}/{notices.inside[5:]}", *said],
@@ -138,7 +141,7 @@ def test_nobody_is_waited_for_who_is_gone_or_late(board: Here) -> None:
     """A dead service tells nothing more."""
     notices = units.Notices(board)
     try:
-        systemd.notify("STATUS=asks", str(board.root / units.NOTIFY))
+        systemd.send_notification("STATUS=asks", str(board.root / units.NOTIFY))
         assert not notices.wait(lambda told: False, 60.0, lambda: "STATUS" not in notices.said)
         assert notices.said == {"STATUS": "asks"}
         assert not notices.wait(lambda told: False, 0.0, lambda: True)

@@ -13,21 +13,21 @@ from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Examples, Order
 from fedquilt.methods.fedstitch import METHOD, Params
 from fedquilt.models import stitching
-from fedquilt.testing.toys import DONORS, SMALL, build, folder, job, members, play
-from fedquilt.tools.bench.ablate_rows import forgetful
-from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
+from fedquilt.testing.toys import DONORS, SMALL, build_donors, image_members, make_job, run_method, write_bundle
+from fedquilt.tools.bench.ablate_rows import clear_between_tasks
+from fedquilt.tools.experiments.baselines import Bench, add_twin_donor, make_path_method, make_twin_path_method
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 PARAMS = Params(**SMALL)
-JOB = job("fedstitch", SMALL, seed=3)
+JOB = make_job("fedstitch", SMALL, seed=3)
 
 
 def bench(place: Path) -> Bench:
     """Three donors, written into a folder; tested on what the devices hold out."""
-    bundle, runner = build()
-    folder(place, bundle)
-    train, held = (pooled([getattr(each, part) for each in members()]) for part in ("train", "held"))
+    bundle, runner = build_donors()
+    write_bundle(place, bundle)
+    train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
     return Bench(bundle, Path, runner, train, held)
 
 
@@ -40,7 +40,7 @@ def pooled(shares: list[Examples]) -> Examples:
 
 def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
     """One device, two rounds: a file named in both, a tensor that changes and one that does not."""
-    bundle, runner = build()
+    bundle, runner = build_donors()
     blob = bundle.files["ash.0.onnx"]
     same, one, other = ({"w": np.full(4, value, np.float32)} for value in (0, 1, 2))
     answer = {"y": np.zeros(3)}
@@ -63,11 +63,13 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
         done=lambda turn: turn == 2,
         explain=lambda turn: (),
     )
-    last = play("fedstitch", bundle, members(1), engine=runner, method=toy, observe=observe)[-1]
-    size = {name: len(tensors.encode(value)) for name, value in (("same", same), ("one", one), ("other", other))}
+    last = run_method("fedstitch", bundle, image_members(1), engine=runner, method=toy, observe=observe)[-1]
+    size = {
+        name: len(tensors.encode_tensors(value)) for name, value in (("same", same), ("one", one), ("other", other))
+    }
     assert last == 2
     assert [each.down_bytes for each in rounds] == [blob.size + size["same"] + size["one"], size["other"]]
-    assert [each.up_bytes for each in rounds] == [len(tensors.encode(answer))] * 2
+    assert [each.up_bytes for each in rounds] == [len(tensors.encode_tensors(answer))] * 2
 
 
 def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
@@ -76,18 +78,18 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
     After the search every device runs all donors on all of its images, whatever it has kept.
     """
     ends, searching, after = [], [], []
-    for method in (METHOD, forgetful(METHOD)):
-        bundle, runner = build()
+    for method in (METHOD, clear_between_tasks(METHOD)):
+        bundle, runner = build_donors()
         runs = {}
 
         def observe(simulation: Simulation, hands: Hands, runs: Any = runs, runner: Any = runner) -> None:
             runs[simulation.state.phase] = sum(runner.runs.values())
 
         told = {"engine": runner, "method": method, "observe": observe}
-        ends.append(play("fedstitch", bundle, members(), SMALL, **told, seed=3, rounds=1000)[-1])
+        ends.append(run_method("fedstitch", bundle, image_members(), SMALL, **told, seed=3, rounds=1000)[-1])
         searching.append(runs["gather"])
         after.append(runs["done"] - runs["gather"])
-    assert tensors.pack(ends[0]) == tensors.pack(ends[1])
+    assert tensors.pack_state(ends[0]) == tensors.pack_state(ends[1])
     assert searching[1] > 1.5 * searching[0]
     assert after[1] == after[0]
 
@@ -98,8 +100,8 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
 def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head(tmp_path: Path) -> None:
     """Its junctions are fitted on maps that equal their targets; both heads are of all devices' images."""
     made = bench(tmp_path)
-    stitched = made.stitched_to_themselves(JOB, tmp_path, members())
-    heads = made.heads()
+    stitched = made.evaluate_self_stitched(JOB, tmp_path, image_members())
+    heads = made.evaluate_new_heads()
     assert [each.name for each in stitched] == [each.name for each in heads] == list(DONORS)
     assert all(each.accuracy > 0.6 for each in heads)
     for one, other in zip(stitched, heads, strict=True):
@@ -108,11 +110,11 @@ def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head(tmp_path
 
 def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
     """ash.0 > twin's ash.1 > ash.2: two junctions of the channels' width, neither of them the identity."""
-    bundle, runner = build()
-    _, path = mirrored(bundle, "ash")
+    bundle, runner = build_donors()
+    _, path = add_twin_donor(bundle, "ash")
     assert path == ["ash.0", "ash's twin.1", "ash.2", "ash's twin.3"]
-    led = beside_itself("ash", path)
-    last = play("fedstitch", bundle, members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
+    led = make_twin_path_method("ash", path)
+    last = run_method("fedstitch", bundle, image_members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
     found = METHOD.result(last)
     assert found.meta["taps"] == [path[:3]]
     names = [stitching.stitched.junction_name(path[:length]) for length in (2, 3)]
@@ -126,27 +128,29 @@ def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
 
 def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
     """ash.0 > ash.1 > fir.1 > fir.2, although a search would be offered more: one junction, one head, no score."""
-    bundle, runner = build()
-    led, params = along(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
-    run = play("fedstitch", bundle, members(), params, engine=runner, method=led, rounds=1000)
+    bundle, runner = build_donors()
+    led, params = make_path_method(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
+    run = run_method("fedstitch", bundle, image_members(), params, engine=runner, method=led, rounds=1000)
     assert [state.phase for state in run] == ["fit", "gather", "validate", "done"]
 
 
 def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_one(tmp_path: Path) -> None:
     """The devices' sums give what the pooled images give, however few are asked in a round."""
     made = bench(tmp_path)
-    for each in made.heads():
-        led, one = along(made.stock.donors[each.name].blocks), {"size": 1}
-        run = play("fedstitch", made.bundle, members(), SMALL, engine=made.engine, method=led, cohort=one, rounds=99)
-        assert made.accuracy_of(METHOD.result(run[-1])) == each.accuracy
+    for each in made.evaluate_new_heads():
+        led, one = make_path_method(made.stock.donors[each.name].blocks), {"size": 1}
+        run = run_method(
+            "fedstitch", made.bundle, image_members(), SMALL, engine=made.engine, method=led, cohort=one, rounds=99
+        )
+        assert made.compute_accuracy(METHOD.result(run[-1])) == each.accuracy
 
 
 def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
     """Those without aligned classes are left out; accuracy is that of the aligned arg-max."""
     made = bench(tmp_path)
-    found = made.unmodified()
+    found = made.evaluate_unmodified()
     assert [each.name for each in found] == ["ash", "elm"]
-    stock = stitching.stitched.stock(made.bundle.meta)
+    stock = stitching.stitched.load_donor_pool(made.bundle.meta)
     x = (made.test.x[:, None].astype(np.float32) / 255 - 0.5) / 0.5
     for each in found:
         logits = x

@@ -39,14 +39,14 @@ TABLE: dict[str, Any] = {
     "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
     "compare": {"fedprox": {"mu": 0.1}},
 }
-JOB = settings.parse(TABLE)
+JOB = settings.parse_job(TABLE)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The bundle."""
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(tmp_path / "bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(tmp_path / "bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
     return tmp_path / "bundle"
 
 
@@ -75,48 +75,48 @@ def made(method: str, seed: int, *accuracies: float, **changes: Any) -> Run:
 
 def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
     """A seed draws the partition too; each has its own key; the shared parameters go to all, the own to one."""
-    jobs = [case.settings for case in compare.cases(JOB, folder, seeds=[1, 0])]
+    jobs = [case.settings for case in compare.make_cases(JOB, folder, seeds=[1, 0])]
     assert [(job.seed, job.method) for job in jobs] == [(0, "fedavg"), (0, "fedprox"), (1, "fedavg"), (1, "fedprox")]
     assert [job.data["seed"] for job in jobs] == [0, 0, 1, 1]
     assert jobs[0].params == {"lr": 0.2, "batch": 16}
     assert jobs[1].params == {"lr": 0.2, "batch": 16, "mu": 0.1}
     assert {job.check.every for job in jobs} == {1}
-    assert len({case.key for case in compare.cases(JOB, folder, seeds=[1, 0])}) == 4
+    assert len({case.cache_key for case in compare.make_cases(JOB, folder, seeds=[1, 0])}) == 4
 
 
 def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     """The parameters, the rounds, limits, the bundle's content; not another method's table, or where the bundle is."""
-    (case,) = compare.cases(JOB, folder, ["fedavg"], [0])
-    (other,) = compare.cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
-    (longer,) = compare.cases(JOB, folder, ["fedavg"], [0], rounds=3)
-    (same,) = compare.cases(msgspec.structs.replace(JOB, compare={}), folder, ["fedavg"], [0])
+    (case,) = compare.make_cases(JOB, folder, ["fedavg"], [0])
+    (other,) = compare.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
+    (longer,) = compare.make_cases(JOB, folder, ["fedavg"], [0], rounds=3)
+    (same,) = compare.make_cases(msgspec.structs.replace(JOB, compare={}), folder, ["fedavg"], [0])
     limit = settings.Stop(max_joules=1.0)
-    (limited,) = compare.cases(msgspec.structs.replace(JOB, stop=limit), folder, ["fedavg"], [0])
-    assert limited.key != case.key
-    assert len({case.key, other.key, longer.key}) == 3
-    assert same.key == case.key
+    (limited,) = compare.make_cases(msgspec.structs.replace(JOB, stop=limit), folder, ["fedavg"], [0])
+    assert limited.cache_key != case.cache_key
+    assert len({case.cache_key, other.cache_key, longer.cache_key}) == 3
+    assert same.cache_key == case.cache_key
     shutil.copytree(folder, tmp_path / "moved")
     moved = msgspec.structs.replace(case, folder=str(tmp_path / "moved"))
-    assert moved.key == case.key
-    made = bundle.load(folder)
+    assert moved.cache_key == case.cache_key
+    made = bundle.load_bundle(folder)
     files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in made.files.items()}
-    bundle.write(tmp_path / "moved", {**made.meta, "note": "another"}, files)
-    assert moved.key != case.key
+    bundle.write_bundle(tmp_path / "moved", {**made.meta, "note": "another"}, files)
+    assert moved.cache_key != case.cache_key
 
 
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
     """The job's numpy is not FedSQ's; FedProx keeps it."""
-    (prox, sq) = compare.cases(JOB, folder, ["fedprox", "fedsq"], [0])
+    (prox, sq) = compare.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
     """[params] of a FedProx job holds mu, which FedAvg does not have."""
-    job = settings.parse({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
-    assert compare.params_of(job, "fedavg", {}) == {"lr": 0.1}
-    assert compare.params_of(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
+    job = settings.parse_job({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
+    assert compare.merge_params(job, "fedavg", {}) == {"lr": 0.1}
+    assert compare.merge_params(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
     with pytest.raises(JobError, match="fedavg has no such parameter"):
-        compare.cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"mu": 1.0}})
+        compare.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"mu": 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
 ) -> None:
     """Each names what is wrong, or what there is."""
     with pytest.raises(JobError, match=said):
-        compare.cases(job, folder, names, [0], changes=changes)
+        compare.make_cases(job, folder, names, [0], changes=changes)
 
 
 def test_parameters_of_the_command_line_are_toml_values() -> None:
@@ -165,22 +165,24 @@ def player(played: list[Case]) -> Callable[[Case, Callable[[int], None]], Run]:
 
 def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
     """The second time only what failed; a third seed adds its own runs; a damaged file is made anew."""
-    todo = compare.cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
+    todo = compare.make_cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
     first: list[Case] = []
     said: list[str] = []
-    runs, failed = compare.played(todo, tmp_path / "out", player(first), said.append)
+    runs, failed = compare.run_cases(todo, tmp_path / "out", player(first), said.append)
     assert (len(first), len(runs), failed) == (4, 3, ["fedprox, seed 1: the loss has exploded"])
     second: list[Case] = []
-    again, _ = compare.played(todo, tmp_path / "out", player(second), said.append)
+    again, _ = compare.run_cases(todo, tmp_path / "out", player(second), said.append)
     assert [(case.settings.method, case.settings.seed) for case in second] == [("fedprox", 1)]
     assert again == runs
     assert "3 of 4 runs are in" in said[4]
     more: list[Case] = []
-    compare.played(compare.cases(JOB, folder, ["fedavg"], [0, 1, 2]), tmp_path / "out", player(more), said.append)
+    compare.run_cases(
+        compare.make_cases(JOB, folder, ["fedavg"], [0, 1, 2]), tmp_path / "out", player(more), said.append
+    )
     assert [case.settings.seed for case in more] == [2]
-    (tmp_path / "out" / "runs" / f"{todo[0].key}.json").write_text("{")
+    (tmp_path / "out" / "runs" / f"{todo[0].cache_key}.json").write_text("{")
     last: list[Case] = []
-    compare.played(todo[:1], tmp_path / "out", player(last), said.append)
+    compare.run_cases(todo[:1], tmp_path / "out", player(last), said.append)
     assert last == todo[:1]
 
 
@@ -190,24 +192,24 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
 
     stored = dict(np.load(DIGITS))
     np.savez(tmp_path / "own.npz", **stored)
-    job = settings.parse({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
-    todo = compare.cases(job, folder, ["fedavg"], [0])
+    job = settings.parse_job({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
+    todo = compare.make_cases(job, folder, ["fedavg"], [0])
 
     def play(case: Case, tell: Callable[[int], None]) -> Run:
-        return single_run.play(case.settings, Path(case.folder), tell)
+        return single_run.run_seed(case.settings, Path(case.folder), tell)
 
     said: list[str] = []
-    (before,), _ = compare.played(todo, tmp_path / "out", play, said.append)
+    (before,), _ = compare.run_cases(todo, tmp_path / "out", play, said.append)
     np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
     said.clear()
-    (after,), _ = compare.played(todo, tmp_path / "out", play, said.append)
+    (after,), _ = compare.run_cases(todo, tmp_path / "out", play, said.append)
     assert after.marks[-1].test != before.marks[-1].test
     assert "1 other runs in" in said[0]
 
 
 def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
     """Ctrl-C in the second run."""
-    todo = compare.cases(JOB, folder, ["fedavg", "fedprox"], [0])
+    todo = compare.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
     played: list[Case] = []
 
     def interrupted(case: Case, tell: Callable[[int], None]) -> Run:
@@ -216,7 +218,7 @@ def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_pat
         return player(played)(case, tell)
 
     with pytest.raises(KeyboardInterrupt):
-        compare.played(todo, tmp_path / "out", interrupted, lambda line: None)
+        compare.run_cases(todo, tmp_path / "out", interrupted, lambda line: None)
     assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
 
 
@@ -225,7 +227,7 @@ def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_pat
 
 def test_the_table_has_means_and_deviations_over_seeds() -> None:
     """0.8 and 0.9: mean 0.85, sd 0.0707; of one seed there is no sd."""
-    avg, prox = tables.table([made("fedavg", 0, 0.5, 0.8), made("fedavg", 1, 0.95, 0.9), made("p", 0, 0.4)], None)
+    avg, prox = tables.make_rows([made("fedavg", 0, 0.5, 0.8), made("fedavg", 1, 0.95, 0.9), made("p", 0, 0.4)], None)
     assert avg["accuracy"] == pytest.approx(0.85)
     assert avg["sd"] == pytest.approx(0.0707, abs=1e-4)
     assert avg["best"] == pytest.approx((0.8 + 0.95) / 2)
@@ -236,12 +238,12 @@ def test_the_table_has_means_and_deviations_over_seeds() -> None:
 def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -> None:
     """Rounds 2 and 1, that is 1.5; a seed that never got there counts in "reached" alone."""
     runs = [made("fedavg", 0, 0.5, 0.8, 0.7), made("fedavg", 1, 0.9, 0.1), made("fedavg", 2, 0.1, 0.2)]
-    (row,) = tables.table(runs, 0.8)
+    (row,) = tables.make_rows(runs, 0.8)
     assert row["reached"] == 2
     assert row["to_target"] == {"rounds": 1.5, "bytes": 1.5e6, "energy_j": 15.0, "seconds": 3.0, "real_s": 1.5}
-    (never,) = tables.table(runs, 0.99)
+    (never,) = tables.make_rows(runs, 0.99)
     assert (never["reached"], never["to_target"]["rounds"]) == (0, None)
-    shown = "\n".join(tables.lines(tables.result("j", runs, 0.8)))
+    shown = "\n".join(tables.format_table(tables.make_result("j", runs, 0.8)))
     assert "2 of 3" in shown
     assert "to 80 %" in shown
 
@@ -249,26 +251,26 @@ def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -
 def test_what_one_run_does_not_know_has_no_mean() -> None:
     """A board without a profile has no joules; the mean of the others would be another fleet's."""
     runs = [made("fedavg", 0, 0.5), made("fedavg", 1, 0.5, energy_j=None)]
-    (row,) = tables.table(runs, None)
+    (row,) = tables.make_rows(runs, None)
     assert row["in_all"]["energy_j"] is None
-    assert "accuracy-energy.svg" not in tables.drawn(runs, None)
-    assert "accuracy-rounds.svg" in tables.drawn(runs, None)
+    assert "accuracy-energy.svg" not in tables.make_plots(runs, None)
+    assert "accuracy-rounds.svg" in tables.make_plots(runs, None)
 
 
 def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
     """And the result says so."""
     run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
-    found = tables.result("j", [run], None)
+    found = tables.make_result("j", [run], None)
     assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
 
 
 def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
-    (row,) = tables.table(tables.personal([made("local", 0, 0.9)]), 0.8)
+    (row,) = tables.make_rows(tables.drop_test_scores([made("local", 0, 0.9)]), 0.8)
     assert (row["accuracy"], row["reached"]) == (0.5, 0)
     of_test, of_held = (
-        " ".join(tables.notes(tables.result("j", runs, None)))
-        for runs in ([made("local", 0, 0.9)], tables.personal([made("local", 0, 0.9)]))
+        " ".join(tables.make_table_notes(tables.make_result("j", runs, None)))
+        for runs in ([made("local", 0, 0.9)], tables.drop_test_scores([made("local", 0, 0.9)]))
     )
     assert "--on held compares by these" in of_test
     assert "--on held" not in of_held
@@ -276,9 +278,9 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     """All runs failed: files are written all the same."""
-    found = tables.result("j", [], None, ["fedavg, seed 0: no"])
-    assert tables.lines(found) == ["no run has come to an end"]
-    tables.write(found, [], tmp_path)
+    found = tables.make_result("j", [], None, ["fedavg, seed 0: no"])
+    assert tables.format_table(found) == ["no run has come to an end"]
+    tables.write_files(found, [], tmp_path)
     assert json.loads((tmp_path / "compare.json").read_text())["failed"] == ["fedavg, seed 0: no"]
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
@@ -286,16 +288,16 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
 def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
     """It is moved aside with its pictures, and that is said; one that holds all of it takes its place."""
     larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
-    tables.write(tables.result("j", larger, None), larger, tmp_path)
+    tables.write_files(tables.make_result("j", larger, None), larger, tmp_path)
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    told = tables.write(tables.result("j", larger[:1], None), larger[:1], tmp_path)
+    told = tables.write_files(tables.make_result("j", larger[:1], None), larger[:1], tmp_path)
     assert "held more (fedprox with seed 0)" in told[0]
     assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == kept
     shorter = [made("fedavg", 0, 0.5)]
-    tables.write(tables.result("j", shorter, None), shorter, tmp_path)
+    tables.write_files(tables.make_result("j", shorter, None), shorter, tmp_path)
     assert (tmp_path / "earlier-2" / "compare.html").exists()
     whole = [made("fedavg", 0, 0.5, 0.6), made("fedavg", 1, 0.5)]
-    assert tables.write(tables.result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
+    assert tables.write_files(tables.make_result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
     assert not (tmp_path / "earlier-3").exists()
 
 
@@ -309,7 +311,7 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     from fedquilt import config
 
     job = tmp_path / "job.toml"
-    job.write_text(config.text({key: value for key, value in TABLE.items() if key != "compare"}))
+    job.write_text(config.format_toml({key: value for key, value in TABLE.items() if key != "compare"}))
     words = ["compare", str(job), "--bundle", str(folder), "--methods", "fedavg", "fedprox", "--seeds", "0"]
     words += ["--set", "fedprox.mu=0.1", "--target", "0.2", "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*words, "--format", "json"]) == 0
@@ -347,7 +349,7 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     """Before its first round, when all its folders are there; after kill -9 the next comparison removes them."""
     from fedquilt import config
 
-    (tmp_path / "job.toml").write_text(config.text({**TABLE, "compare": {}, "rounds": 1}))
+    (tmp_path / "job.toml").write_text(config.format_toml({**TABLE, "compare": {}, "rounds": 1}))
     place = tmp_path / "temporary"
     place.mkdir()
     words = ["compare", str(tmp_path / "job.toml"), "--bundle", str(folder), "--seeds", "0", "--workers", "1"]
@@ -385,13 +387,13 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     stored = np.load(DIGITS)
     np.savez(tmp_path / "own.npz", x_train=stored["x_train"][:200], y_train=stored["y_train"][:200])
     data = {"path": str(tmp_path / "own.npz"), "partition": "iid"}
-    job = settings.parse({**TABLE, "data": data, "rounds": 1, "compare": {}})
-    (case,) = compare.cases(job, folder, seeds=[0])
-    run = single_run.play(case.settings, folder, lambda done: None)
+    job = settings.parse_job({**TABLE, "data": data, "rounds": 1, "compare": {}})
+    (case,) = compare.make_cases(job, folder, seeds=[0])
+    run = single_run.run_seed(case.settings, folder, lambda done: None)
     assert (run.tested, run.marks[0].test) == (0, None)
     assert run.marks[0].held is not None
     from fedquilt.core import DataError
 
     odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
     with pytest.raises(DataError, match=r"none\.npz"):
-        single_run.play(odd, folder, lambda done: None)
+        single_run.run_seed(odd, folder, lambda done: None)

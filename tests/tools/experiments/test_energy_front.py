@@ -109,7 +109,7 @@ def test_boards_without_known_joules_are_named(
 ) -> None:
     """A job's own profile may lack watts: there is no front then, and what there has to be is said."""
     made = job(tmp_path)
-    bare = profiles.load("jetson-nano")
+    bare = profiles.load_board_profile("jetson-nano")
     points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())
     monkeypatch.setattr(energy_front.boards, "make", lambda name: SimulatedDevice(bare, points=points))
     assert main(["front", str(made)]) == 2

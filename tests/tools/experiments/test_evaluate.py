@@ -37,7 +37,7 @@ def write_test_set(file: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
     write_test_set(tmp_path / "points.npz")
-    bundle.write(tmp_path / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(RIGHT)})
+    bundle.write_bundle(tmp_path / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(RIGHT)})
     with Store(tmp_path / "runs") as opened:
         yield opened
 
@@ -46,51 +46,53 @@ def begun(store: Store, **changes: object) -> str:
     """A run in the store without facts yet."""
     folder = store.home.parent
     table = {**TABLE, "test": {"path": str(folder / "points.npz")}, **changes}
-    run = store.add(settings.parse(table), folder / "bundle")
+    run = store.add_job(settings.parse_job(table), folder / "bundle")
     store.set_status(run, "running")
     return run
 
 
 def put(store: Store, run: str, model: dict[str, np.ndarray]) -> BlobRef:
-    row = store.job(run)
+    row = store.find_job(run)
     method = methods.load("fedavg")
-    state = method.init(bundle.load(row.bundle), settings.params(row.job), 0)
-    return store.depot.put(tensors.pack(type(state)(**{**vars(state), "model": model})))
+    state = method.init(bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
+    return store.depot.store_bytes(tensors.pack_state(type(state)(**{**vars(state), "model": model})))
 
 
 def log(store: Store, run: str, fact: AnyFact) -> None:
     """Write a fact, and before a round is committed those that have to come first."""
     if isinstance(fact, Committed):
-        store.append(run, Asked(fact.round, 0, ("a",)))
-        store.append(run, Closed(fact.round))
-    store.append(run, fact)
+        store.append_event(run, Asked(fact.round, 0, ("a",)))
+        store.append_event(run, Closed(fact.round))
+    store.append_event(run, fact)
 
 
 def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     """Three of four are right; a second look at the same store evaluates nothing again."""
     run = begun(store)
-    store.append(run, Started(put(store, run, WRONG)))
+    store.append_event(run, Started(put(store, run, WRONG)))
     log(store, run, Committed(0, put(store, run, RIGHT), False, {}))
     store.set_status(run, "done")
     said: list[Score] = []
-    found = evaluate.evaluate(store, "points", say=said.append)
+    found = evaluate.evaluate_run(store, "points", say=said.append)
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
-    assert evaluate.lines(score, confusion=True)[0].startswith("after 1 rounds: accuracy 75.00 % of 4 examples, ")
-    rows = [line.split() for line in evaluate.lines(score, confusion=True)[2:]]
+    assert evaluate.format_score(score, confusion=True)[0].startswith(
+        "after 1 rounds: accuracy 75.00 % of 4 examples, "
+    )
+    rows = [line.split() for line in evaluate.format_score(score, confusion=True)[2:]]
     assert sum(int(count) for row in rows for count in row[1:]) == 4
     assert int(rows[0][1]) + int(rows[1][2]) == 3
-    (row,) = evaluate.told(found, confusion=True)["scores"]
+    (row,) = evaluate.scores_to_dict(found, confusion=True)["scores"]
     assert (row["metrics"]["accuracy"], row["confusion"]) == (0.75, [[int(each) for each in row[1:]] for row in rows])
-    assert evaluate.evaluate(store, run, say=said.append) == found
+    assert evaluate.evaluate_run(store, run, say=said.append) == found
     assert len(said) == 1
 
 
 def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store: Store) -> None:
     """One comes with each look; the one whose blob the coordinator has dropped by then is passed over."""
     run = begun(store)
-    store.append(run, Started(put(store, run, WRONG)))
+    store.append_event(run, Started(put(store, run, WRONG)))
     gone = put(store, run, {**RIGHT, "1.bias": np.ones(2, np.float32)})
     news = [
         [Committed(0, put(store, run, RIGHT), False, {})],
@@ -102,10 +104,10 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
         for fact in facts:
             log(store, run, fact)
         if len(facts) > 1:
-            store.depot.drop(gone.sha256)
+            store.depot.remove_blob(gone.sha256)
             store.set_status(run, "done")
 
-    found = evaluate.evaluate(store, run, follow=True, sleep=sleep)
+    found = evaluate.evaluate_run(store, run, follow=True, sleep=sleep)
     assert [(score.rounds, score.value) for score in found.scores] == [(0, 0.25), (1, 0.75)]
     assert not news
 
@@ -117,67 +119,67 @@ def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store)
     for fact in (Started(ref), Committed(0, ref, False, {}), Committed(1, ref, False, {})):
         log(store, run, fact)
     store.set_status(run, "done")
-    assert [score.rounds for score in evaluate.evaluate(store, run).scores] == [0]
+    assert [score.rounds for score in evaluate.evaluate_run(store, run).scores] == [0]
 
 
 def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
     """There is nothing to wait for."""
     run = begun(store)
-    store.append(run, Started(BlobRef(sha256="a" * 64, size=1)))
+    store.append_event(run, Started(BlobRef(sha256="a" * 64, size=1)))
     store.set_status(run, "done")
     with pytest.raises(StoreError, match="gone"):
-        evaluate.evaluate(store, run)
+        evaluate.evaluate_run(store, run)
 
 
 def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> None:
     """What is on disk counts only for the test set that it was found on."""
     run = begun(store)
-    store.append(run, Started(put(store, run, RIGHT)))
+    store.append_event(run, Started(put(store, run, RIGHT)))
     store.set_status(run, "done")
-    evaluate.evaluate(store, run)
-    row = store.job(run)
-    assert len(scores.read(store.home, row).scores) == 1
-    other = settings.parse({**TABLE, "test": {"path": "/elsewhere.npz"}})
-    assert scores.read(store.home, row._replace(job=other)).scores == ()
-    scores.file(store.home, run).write_text("{ half")
-    assert scores.read(store.home, row).scores == ()
+    evaluate.evaluate_run(store, run)
+    row = store.find_job(run)
+    assert len(scores.read_scores(store.home, row).scores) == 1
+    other = settings.parse_job({**TABLE, "test": {"path": "/elsewhere.npz"}})
+    assert scores.read_scores(store.home, row._replace(job=other)).scores == ()
+    scores.scores_path(store.home, run).write_text("{ half")
+    assert scores.read_scores(store.home, row).scores == ()
 
 
 def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     """[test] alone where it says where from, else over [data]; a device's share is no part of it."""
     data = {"path": "a.npz", "partition": "iid", "held": 0.5, "share": 1, "shares": 2}
-    job = settings.parse({**TABLE, "data": data})
-    assert scores.test_table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
-    job = settings.parse({**TABLE, "data": data, "test": {"limit": 5}})
-    assert scores.test_table(job)["limit"] == 5
-    job = settings.parse({**TABLE, "data": data, "test": {"path": "b.npz", "split": "val"}})
-    assert scores.test_table(job) == {"path": "b.npz", "split": "val"}
+    job = settings.parse_job({**TABLE, "data": data})
+    assert scores.make_test_table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
+    job = settings.parse_job({**TABLE, "data": data, "test": {"limit": 5}})
+    assert scores.make_test_table(job)["limit"] == 5
+    job = settings.parse_job({**TABLE, "data": data, "test": {"path": "b.npz", "split": "val"}})
+    assert scores.make_test_table(job) == {"path": "b.npz", "split": "val"}
 
 
 def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
     """Its path is taken from the job file's folder."""
     write_test_set(tmp_path / "points.npz")
     (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
-    job = settings.load(tmp_path / "job.toml")
-    assert scores.test_table(job)["path"] == str(tmp_path / "points.npz")
-    assert len(evaluate.test_set(job)) == 4
+    job = settings.load_job(tmp_path / "job.toml")
+    assert scores.make_test_table(job)["path"] == str(tmp_path / "points.npz")
+    assert len(evaluate.load_test_set(job)) == 4
 
 
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
     """[data] x = "pictures" would be what was trained on; nor is there one without any table."""
-    job = settings.parse({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
+    job = settings.parse_job({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
     with pytest.raises(JobError, match=r"name that of \[test\] too"):
-        scores.test_table(job)
+        scores.make_test_table(job)
     with pytest.raises(JobError, match="nothing to test on"):
-        scores.test_table(settings.parse(TABLE))
+        scores.make_test_table(settings.parse_job(TABLE))
 
 
 def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
     """As a comparison does, which has both; a model of the method's first state."""
     run = begun(store)
-    row = store.job(run)
+    row = store.find_job(run)
     method = methods.load("fedavg")
-    state = method.init(bundle.load(row.bundle), settings.params(row.job), 0)
+    state = method.init(bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
     test = Examples(np.array([[1, 0]], np.float32), np.array([1]))
     with evaluate.Evaluator(row.job, row.bundle, test=test) as judge:
         score = judge.score(state, 7)
@@ -188,7 +190,7 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """And a run that is not there is an error with its own exit code."""
     run = begun(store)
-    store.append(run, Started(put(store, run, RIGHT)))
+    store.append_event(run, Started(put(store, run, RIGHT)))
     store.set_status(run, "done")
     home = ["--home", str(store.home)]
     assert main(["evaluate", run, *home]) == 0
@@ -203,13 +205,13 @@ def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path
     network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
     from fedquilt.edge_agent.engines import numpy_engine
 
-    first = tensors.encode(numpy_engine.init(network, seed=0))
-    bundle.write(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
+    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
     table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
-    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
-    run, _ = agents.virtually(plan)
+    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    run, _ = agents.run_fleet_virtually(plan)
     with Store(plan.home) as opened:
-        (score,) = evaluate.evaluate(opened, run).scores
+        (score,) = evaluate.evaluate_run(opened, run).scores
     assert score.rounds == 3
     assert score.value > 0.5
 
@@ -221,7 +223,7 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
     from fedquilt.models.partial import masks
 
     network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
-    model = {key: value.numpy() for key, value in registry.load(network).state_dict().items()}
+    model = {key: value.numpy() for key, value in registry.load_network(network).state_dict().items()}
     for name, array in {
         "1.weight": np.eye(2),
         "1.bias": np.zeros(2),
@@ -234,11 +236,13 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
         "1.bias": masks.Follow((2,), ("1",)),
         "3.weight": masks.Follow((2, 2), (), ("1",)),
     }
-    plan = tensors.encode({"json": masks.to_array(masks.Plan({"1": 2}, {}, follows))})
-    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model), "masks": plan})
+    plan = tensors.encode_tensors({"json": masks.plan_to_array(masks.Plan({"1": 2}, {}, follows))})
+    bundle.write_bundle(
+        tmp_path / "bundle", {"network": network}, {"model": tensors.encode_tensors(model), "masks": plan}
+    )
     write_test_set(tmp_path / "points.npz")
-    job = settings.parse({"name": "points", "method": "heterofl", "test": {"path": str(tmp_path / "points.npz")}})
-    state = methods.load("heterofl").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    job = settings.parse_job({"name": "points", "method": "heterofl", "test": {"path": str(tmp_path / "points.npz")}})
+    state = methods.load("heterofl").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
     with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
         score = judge.score(state, 0)
     assert score is not None
@@ -252,15 +256,15 @@ def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) 
     network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
     sides = {"1.weight": np.eye(2), "1.bias": np.zeros(2), "3.weight": np.eye(2), "3.bias": np.zeros(2)}
     model = {name: array.astype(np.float32) for name, array in sides.items()}
-    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model)})
+    bundle.write_bundle(tmp_path / "bundle", {"network": network}, {"model": tensors.encode_tensors(model)})
     write_test_set(tmp_path / "points.npz")
-    job = settings.parse({"name": "points", "method": "fedsq", "test": {"path": str(tmp_path / "points.npz")}})
-    begun = methods.load("fedsq").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    job = settings.parse_job({"name": "points", "method": "fedsq", "test": {"path": str(tmp_path / "points.npz")}})
+    begun = methods.load("fedsq").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
     moved = replace(begun, model={name: -array for name, array in begun.model.items()})
-    alone = methods.load("fedavg").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    alone = methods.load("fedavg").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
     with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
         first, found = judge.score(begun, 0), judge.score(moved, 1)
-    plain = settings.parse({"name": "points", "method": "fedavg", "test": {"path": str(tmp_path / "points.npz")}})
+    plain = settings.parse_job({"name": "points", "method": "fedavg", "test": {"path": str(tmp_path / "points.npz")}})
     with evaluate.Evaluator(plain, tmp_path / "bundle") as judge:
         bare = judge.score(replace(alone, model=moved.model), 1)
     assert first is not None

@@ -17,43 +17,47 @@ ROOT = Path(__file__).parents[3]
 
 def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
     """Inherited ones come first; a comment of its own line is of no field."""
-    found = {each.name: each for each in method_pages.card("fedprox").parameters}
+    found = {each.name: each for each in method_pages.make_card("fedprox").parameters}
     assert next(iter(found)) == "epochs"
     assert (found["epochs"].kind, found["epochs"].default) == ("integer >= 1", 1)
     assert "passes" in found["epochs"].about
     assert found["optimizer"].kind == '"sgd" or "adam"'
     assert found["mixed"].kind == "true or false"
-    assert {each.name: each for each in method_pages.card("fedstitch").parameters}["maps"].about == ""
+    assert {each.name: each for each in method_pages.make_card("fedstitch").parameters}["maps"].about == ""
 
 
 def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     """Every file of methods/ is there, and one named alone is told in full."""
     assert main(["methods"]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert [line.split()[0] for line in shown] == methods.names()
+    assert [line.split()[0] for line in shown] == methods.builtin_names()
     assert main(["methods", "scaffold", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["paper"] == "arXiv 1910.06378"
 
 
 def test_a_card_names_the_tables_that_run_the_method() -> None:
     """The command, and where the figures are; a method that no table runs has no such line."""
-    lines = method_pages.lines(method_pages.card("fedlora", papers.covering))
+    lines = method_pages.format_card(method_pages.make_card("fedlora", papers.find_tables_of_method))
     assert any("`fedquilt reproduce fedsdg --data FOLDER`" in line for line in lines)
     assert any(
-        "(../stitching.md#" in line for line in method_pages.lines(method_pages.card("fedstitch", papers.covering))
+        "(../stitching.md#" in line
+        for line in method_pages.format_card(method_pages.make_card("fedstitch", papers.find_tables_of_method))
     )
-    assert not any("Compared in" in line for line in method_pages.lines(method_pages.card("scaffold", papers.covering)))
+    assert not any(
+        "Compared in" in line
+        for line in method_pages.format_card(method_pages.make_card("scaffold", papers.find_tables_of_method))
+    )
 
 
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
     """As everywhere."""
     with pytest.raises(JobError, match=r"'fedfoo' is unknown; there are: .*fedavg"):
-        method_pages.card("fedfoo")
+        method_pages.make_card("fedfoo")
 
 
 def test_the_pages_in_the_repository_are_those_that_would_be_written(tmp_path: Path) -> None:
     """`fedquilt methods --out docs/methods` after a change."""
     (tmp_path / "gone.md").write_text("of a method that is no more")
-    fresh = {path.name: path.read_text() for path in method_pages.write(tmp_path, papers.covering)}
+    fresh = {path.name: path.read_text() for path in method_pages.write_pages(tmp_path, papers.find_tables_of_method)}
     assert not (tmp_path / "gone.md").exists()
     assert {path.name: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")} == fresh

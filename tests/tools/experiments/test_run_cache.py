@@ -18,7 +18,7 @@ def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) ->
     """What an older version wrote counts as not there; no half-written file stays."""
     store = run_cache.Kept(tmp_path, list[int])
     assert store.find("a") is None
-    store.keep("a", [1, 2])
+    store.store("a", [1, 2])
     assert run_cache.Kept(tmp_path, list[int]).find("a") == [1, 2]
     assert run_cache.Kept(tmp_path, list[str]).find("a") is None
     assert [path.name for path in store.folder.iterdir()] == ["a.json"]
@@ -26,42 +26,44 @@ def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) ->
 
 def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
     """Where one part ends and the next begins counts too."""
-    bundle.write(tmp_path, {}, {})
-    keys = [run_cache.key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))]
-    assert run_cache.key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
-    bundle.write(tmp_path, {}, {"model": b"weights"})
+    bundle.write_bundle(tmp_path, {}, {})
+    keys = [
+        run_cache.make_key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))
+    ]
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
+    bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
     (blob,) = (tmp_path / "blobs").iterdir()
     for weights in (b"weights", b"Weights"):
         blob.write_bytes(weights)
-        keys.append(run_cache.key(b"ab", b"c", bundle=tmp_path, data=()))
+        keys.append(run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()))
     assert len(set(keys)) == 5
     (tmp_path / "blobs" / ("0" * 64)).write_bytes(b"of a bundle that was here before")
-    assert run_cache.key(b"ab", b"c", bundle=tmp_path, data=()) == keys[-1]
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[-1]
 
 
 def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
     """By its folder, its index or the file that is missing."""
     with pytest.raises(JobError, match=r"no bundle in .*prepare"):
-        run_cache.key(b"job", bundle=tmp_path, data=())
-    bundle.write(tmp_path, {}, {"model": b"weights"})
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+    bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
     next((tmp_path / "blobs").iterdir()).unlink()
     with pytest.raises(JobError, match=r"file 'model' .* is missing"):
-        run_cache.key(b"job", bundle=tmp_path, data=())
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
     (tmp_path / "bundle.json").write_bytes(b"{")
     with pytest.raises(JobError, match=r"bundle\.json is damaged"):
-        run_cache.key(b"job", bundle=tmp_path, data=())
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
 
 
 def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
     """A file or a folder; other labels in a file of the same name, size and times are other data."""
-    bundle.write(tmp_path, {}, {})
+    bundle.write_bundle(tmp_path, {}, {})
     (tmp_path / "data" / "deep").mkdir(parents=True)
     file = tmp_path / "data" / "deep" / "labels"
     file.write_bytes(b"0123")
     os.utime(file, (1e9, 1e9))
 
     def of(path: Path) -> str:
-        return run_cache.key(b"job", bundle=tmp_path, data=[path])
+        return run_cache.make_key(b"job", bundle=tmp_path, data=[path])
 
     first, whole = of(file), of(tmp_path / "data")
     os.utime(file, (2e9, 2e9))
@@ -81,14 +83,14 @@ def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / "data.npz"
     file.write_bytes(b"0123")
     monkeypatch.setattr(run_cache, "SETTLED_S", -1e9)
-    first = run_cache.content(file)
+    first = run_cache.compute_content_digest(file)
     opened: list[Path] = []
     monkeypatch.setattr(Path, "open", lambda path, *mode: opened.append(path))
-    assert run_cache.content(file) == first
+    assert run_cache.compute_content_digest(file) == first
     assert opened == []
     monkeypatch.undo()
     file.write_bytes(b"3210")
-    assert run_cache.content(file) != first
+    assert run_cache.compute_content_digest(file) != first
 
 
 def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
@@ -97,8 +99,8 @@ def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
         "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},
         "test": {"path": "/t"},
     }
-    assert run_cache.paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
-    assert run_cache.paths(msgspec.json.encode({"data": {"synthetic": "fedpews-32k"}})) == []
+    assert run_cache.list_data_paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
+    assert run_cache.list_data_paths(msgspec.json.encode({"data": {"synthetic": "fedpews-32k"}})) == []
 
 
 def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +111,14 @@ def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "package" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "loop.py").write_text("a = 1")
     monkeypatch.setattr(fedquilt, "__file__", str(tmp_path / "package" / "__init__.py"))
-    code = run_cache.code.__wrapped__
+    code = run_cache.compute_code_digest.__wrapped__
     found = [code()]
     assert code() == found[0]
     (tmp_path / "elsewhere" / "loop.py").write_text("a = 2")
     found.append(code())
     monkeypatch.setattr(fedquilt, "__version__", "0.0.0")
     found.append(code())
-    monkeypatch.setattr(run_cache, "_version", lambda name: "9")
+    monkeypatch.setattr(run_cache, "_get_package_version", lambda name: "9")
     found.append(code())
     assert len(set(found)) == 4
     (tmp_path / "elsewhere" / "notes.txt").write_text("no code")

@@ -28,8 +28,8 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
     made = told(site, f'budget = "1GB"\n{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n')
     assert set(made.files) == {"agent.toml", "ca.crt", "device.crt", "device.key"}
     assert made.files["device.key"] == (site / "orin-1.key").read_bytes()
-    table = config.parse(made.files["agent.toml"].decode(), "")
-    known = agents.parse(table)
+    table = config.parse_toml(made.files["agent.toml"].decode(), "")
+    known = agents.parse_settings(table)
     assert known.home == "/var/lib/fedquilt"
     assert (known.broker.ca, known.broker.cert) == ("/etc/fedquilt/ca.crt", "/etc/fedquilt/device.crt")
     assert known.broker.key == "/etc/fedquilt/device.key"
@@ -39,7 +39,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
 def test_one_file_does_for_many_boards(site: Path) -> None:
     """Each under its own name."""
     made = told(site, "", "orin-2")
-    assert made.device == config.parse(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
+    assert made.device == config.parse_toml(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
 
 
 def test_everything_else_in_the_settings_stays(site: Path) -> None:
@@ -55,7 +55,7 @@ sources = [{ path = "/srv/a \\"b\\"", labels_from = 0 }, { path = "/srv/c", labe
 """
     text = text.replace('policy = "max"\n', "")
     made = told(site, text)
-    before, after = config.read(site / "agent.toml"), config.parse(made.files["agent.toml"].decode(), "")
+    before, after = config.read_toml(site / "agent.toml"), config.parse_toml(made.files["agent.toml"].decode(), "")
     assert after == {**before, "home": "/var/lib/fedquilt"}
 
 
@@ -67,7 +67,7 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
     )
     assert set(made.files) == {"agent.toml", "ca.crt", "token"}
     assert made.enrols
-    known = agents.parse(config.parse(made.files["agent.toml"].decode(), ""))
+    known = agents.parse_settings(config.parse_toml(made.files["agent.toml"].decode(), ""))
     assert (known.broker.cert, known.broker.key) == ("/etc/fedquilt/device.crt", "/etc/fedquilt/device.key")
     assert (known.enrol.url, known.enrol.token) == ("https://hub.site:8884", None)
 
@@ -146,7 +146,7 @@ def test_another_file_is_no_token(site: Path) -> None:
 def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     """Their commands are ones of fedquilt; the key is root's, and reaches the service as a credential."""
     made = serving(site, '[enrol]\nhosts = ["hub.site", "10.0.0.1"]\nport = 9000\n')
-    units = bundle.units(made)
+    units = bundle.render_units(made)
     assert {"fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-setup.service"} <= set(units)
     assert not [name for name in units if name.startswith(("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol."))]
     options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve.service"]) if word != "-v"])
@@ -159,7 +159,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert options["ca"] == Path("/var/lib/fedquilt-ca")
     assert made.files["coordinator.key"] == (site / "orin-1.key").read_bytes()
     assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET
-    assert "fedquilt-enrol-serve.service" not in bundle.units(serving(site))
+    assert "fedquilt-enrol-serve.service" not in bundle.render_units(serving(site))
     assert "fedquilt-dash.service" not in units
     for text in units.values():
         assert not re.findall(rb"@[A-Z_]+@", text)
@@ -180,30 +180,30 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
             serving(site, text)
     (site / "bare.toml").write_text('[broker]\nurl = "mqtts://broker.site:8883"\nca = "none.crt"\n')
     with pytest.raises(JobError, match=r"none\.crt"):
-        coordinator.read(site / "bare.toml")
+        coordinator.read_coordinator_files(site / "bare.toml")
     for url in ("mqtts://broker.site:8883 --home /root", "mqtt://${HOME}"):
         (site / "bare.toml").write_text(f'[broker]\nurl = "{url}"\n')
         with pytest.raises(JobError, match=r"bare\.toml"):
-            coordinator.read(site / "bare.toml")
+            coordinator.read_coordinator_files(site / "bare.toml")
     with pytest.raises(JobError, match="systemd 247"):
-        bundle.units(serving(site), systemd=245)
+        bundle.render_units(serving(site), systemd=245)
 
 
 def test_a_dashboard_is_a_unit_where_it_is_asked_for(site: Path) -> None:
     """Its command is one of fedquilt's, on the home that the coordinator has, and its packages come along."""
     made = serving(site, '[dash]\nlisten = "0.0.0.0:8000"\nactions = true\nnames = ["hub.site", "hub"]\n')
-    command = exec_line(bundle.units(made)["fedquilt-dash.service"])
+    command = exec_line(bundle.render_units(made)["fedquilt-dash.service"])
     options = command_lines.parsed([word for word in command if word != "-v"])
     assert (options["home"], options["listen"]) == (Path("/var/lib/fedquilt/runs"), "0.0.0.0:8000")
     assert (options["actions"], options["names"]) == (True, ("hub.site", "hub"))
     assert made.extras == ("identity", "web")
-    plain = exec_line(bundle.units(serving(site, "[dash]\n"))["fedquilt-dash.service"])
+    plain = exec_line(bundle.render_units(serving(site, "[dash]\n"))["fedquilt-dash.service"])
     assert command_lines.parsed([word for word in plain if word != "-v"])["listen"] == "127.0.0.1:8080"
 
 
 def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path: Path) -> None:
-    files = bundle.contents(serving(site), JETSON, [wheel(tmp_path, "toy")], "toy==1.0\n")
-    bundle.pack(files, tmp_path / "a.tar", "fedquilt-coordinator")
+    files = bundle.collect_files(serving(site), JETSON, [wheel(tmp_path, "toy")], "toy==1.0\n")
+    bundle.write_archive(files, tmp_path / "a.tar", "fedquilt-coordinator")
     with tarfile.open(tmp_path / "a.tar") as archive:
         modes = {entry.name: entry.mode for entry in archive}
     assert modes["fedquilt-coordinator/etc/coordinator.key"] == 0o600
@@ -216,8 +216,10 @@ def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path
 def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_path: Path) -> None:
     """Its secrets stay so when it is unpacked."""
     house = [wheel(tmp_path, "toy")]
-    files = bundle.contents(Board("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n")
-    sizes = [bundle.pack(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
+    files = bundle.collect_files(
+        Board("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n"
+    )
+    sizes = [bundle.write_archive(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
     assert sizes[0] == (tmp_path / "a.tar").stat().st_size
     assert stat.S_IMODE((tmp_path / "a.tar").stat().st_mode) == 0o600
@@ -236,7 +238,7 @@ def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None
     house = [wheel(tmp_path, "toy")]
 
     def id(board: Board, **others: bool) -> str:
-        return json.loads(bundle.contents(board, JETSON, house, "", **others)["bundle.json"])["id"]
+        return json.loads(bundle.collect_files(board, JETSON, house, "", **others)["bundle.json"])["id"]
 
     assert id(Board("a", {}, None)) == id(Board("b", {"agent.toml": b"x"}, 5))
     assert id(Board("a", {}, None)) != id(Board("a", {}, None), system_packages=True)

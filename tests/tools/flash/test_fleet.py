@@ -51,15 +51,15 @@ def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest
     said = capfd.readouterr().out
     with tarfile.open(site / "fedquilt-boards/orin-1.tar") as archive:
         first = {one.name.split("/", 1)[1]: archive.extractfile(one).read() for one in archive if one.isfile()}  # type: ignore[union-attr]
-    table = config.parse(first["etc/agent.toml"].decode(), "")
+    table = config.parse_toml(first["etc/agent.toml"].decode(), "")
     assert (table["device"], table["budget"]) == ("orin-1", "1GB")
-    second = config.read(site / "board/etc/fedquilt/agent.toml")
+    second = config.read_toml(site / "board/etc/fedquilt/agent.toml")
     assert (second["device"], second["budget"]) == ("orin-2", "2GB")
     assert (table["labels"], second["labels"]) == (["hall-a"], ["hall-b", "window"])
     tokens = {first["etc/token"], (site / "board/etc/fedquilt/token").read_bytes()}
     assert len(tokens) == 2
     register = Register(site / "ca/register.db")
-    assert [one.pattern for one in register.tokens()] == ["orin-1", "orin-2"]
+    assert [one.pattern for one in register.list_tokens()] == ["orin-1", "orin-2"]
     register.close()
     assert {path.stat().st_mode & 0o777 for path in (site / "fedquilt-boards").glob("*.token")} == {0o600}
     assert "hall-b window" in said
@@ -85,7 +85,7 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     assert (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns == made
     assert (site / "board/etc/fedquilt/token").read_bytes() == token
     register = Register(site / "ca/register.db")
-    assert len(register.tokens()) == 2
+    assert len(register.list_tokens()) == 2
     register.close()
 
 
@@ -104,8 +104,8 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
 
 
 def redeem(register: Register, token: str) -> None:
-    with register.together():
-        register.take_token(token, "orin-1", "key of the first card", time.time())
+    with register.transaction():
+        register.redeem_token(token, "orin-1", "key of the first card", time.time())
 
 
 def cancel(register: Register, token: str) -> None:
@@ -123,8 +123,8 @@ def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path,
     spend(register, first)
     (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
     assert flash(site) == 0
-    with register.together():
-        taken = register.take_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
+    with register.transaction():
+        taken = register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
     register.close()
     assert isinstance(taken, Token), taken
 
@@ -141,7 +141,7 @@ def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
 
     def enrols(seconds: float) -> None:
         register = Register(site / "ca/register.db")
-        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
+        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
         register.close()
 
     monkeypatch.setattr(many, "time", SimpleNamespace(sleep=enrols))  # no other thread's sleep is meant
@@ -155,7 +155,7 @@ def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str])
     """Nor a folder's contents."""
     assert flash(site, "--dry-run") == 0
     register = Register(site / "ca/register.db")
-    assert register.tokens() == []
+    assert register.list_tokens() == []
     register.close()
     assert list((site / "fedquilt-boards").iterdir()) == []
 
@@ -178,9 +178,9 @@ def test_a_table_with_a_fault_is_refused_with_its_line(tmp_path: Path, text: str
     """Before anything is made."""
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(JobError, match=says):
-        fleet.read(tmp_path / "t.csv")
+        fleet.read_table(tmp_path / "t.csv")
     with pytest.raises(JobError, match="cannot be read"):
-        fleet.read(tmp_path / "none.csv")
+        fleet.read_table(tmp_path / "none.csv")
 
 
 # -- how they are ---------------------------------------------------------------------------------
@@ -195,11 +195,13 @@ def test_enrolment_is_what_the_register_says() -> None:
     token = Token("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
     waits = "waits for its first boot, until 1970-01-01 00:16 UTC"
-    assert str(fleet.enrolled([], [token], 150.0)) == waits
-    assert str(fleet.enrolled([issued(50.0)], [token], 150.0)) == waits
-    assert str(fleet.enrolled([issued(50.0), issued(200.0)], [used], 250.0)) == "enrolled 1970-01-01 00:03 UTC"
-    assert str(fleet.enrolled([], [token], 2000.0)) == "token expired"
-    assert str(fleet.enrolled([issued(50.0, revoked_s=60.0)], [], 150.0)) == "-"
+    assert str(fleet.describe_enrolment([], [token], 150.0)) == waits
+    assert str(fleet.describe_enrolment([issued(50.0)], [token], 150.0)) == waits
+    assert (
+        str(fleet.describe_enrolment([issued(50.0), issued(200.0)], [used], 250.0)) == "enrolled 1970-01-01 00:03 UTC"
+    )
+    assert str(fleet.describe_enrolment([], [token], 2000.0)) == "token expired"
+    assert str(fleet.describe_enrolment([issued(50.0, revoked_s=60.0)], [], 150.0)) == "-"
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
@@ -215,7 +217,7 @@ def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
         told = [State(one, "x.img", enrolment, online, done=True) for one in rows[:2]]
         return [*told, State(rows[2], "not written", online=False)]
 
-    ended = fleet.watch(look, waited.append, said.append)
+    ended = fleet.watch_boards(look, waited.append, said.append)
     assert [one.presence for one in ended] == ["online", "online", "offline"]
     assert len(waited) == 3
     assert [line.split("  ")[1] for line in said if "  a: " in line] == [
@@ -223,7 +225,7 @@ def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
         "a: enrolled 1970-01-01 00:03 UTC, offline",
         "a: enrolled 1970-01-01 00:03 UTC, online",
     ]
-    assert fleet.lines(ended, 200)[-1] == "still offline: lost"
+    assert fleet.format_states(ended, 200)[-1] == "still offline: lost"
 
 
 class Kept:
@@ -248,13 +250,13 @@ def test_presence_is_what_the_broker_keeps() -> None:
     """The last word of each device counts; what is none is passed over."""
 
     def told(device: str, online: bool) -> Message:
-        topic = wire.Topics("fleet").device(device, "up", "presence")
+        topic = wire.Topics("fleet").device_topic(device, "up", "presence")
         return Message(topic, wire.encode(wire.Presence(online=online, boot="1")))
 
-    bad = Message(wire.Topics("fleet").device("c", "up", "presence"), b"x")
+    bad = Message(wire.Topics("fleet").device_topic("c", "up", "presence"), b"x")
     link: Any = Kept(told("a", True), told("b", True), bad, told("b", False))
     presences = fleet.Presences(link, "fleet")
-    presences.wait(1.0)
+    presences.process_messages(1.0)
     assert presences.online == {"a"}
     assert link.filters == ["fq/1/fleet/dev/+/up/presence"]
 
@@ -265,13 +267,13 @@ def test_states_join_table_register_and_presence(site: Path, capfd: pytest.Captu
     from fedquilt.tools import flash as tool
 
     plan = fleet.Plan(tool.What(TARGET, site / "agent.toml"), None, site / "fedquilt-boards", site / "ca")
-    rows = fleet.read(site / "boards.csv", TARGET)
+    rows = fleet.read_table(site / "boards.csv", TARGET)
     register = Register(site / "ca/register.db")
-    with register.together():
-        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
-        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
+    with register.transaction():
+        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
+        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
     register.close()
-    one, two = fleet.states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
+    one, two = fleet.read_states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
     assert (one.enrolment.step, one.online) == ("enrolled", True)
     assert (two.enrolment.step, two.online) == ("token unused", False)
-    assert callable(many.main)
+    assert callable(many.flash_table)

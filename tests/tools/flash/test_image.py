@@ -76,7 +76,7 @@ def base(tmp_path: Path, tree: Path) -> Path:
 
 def inside(path: Path, tmp_path: Path) -> Path:
     """What is in the image's root file system now."""
-    part = partitions.root(path)
+    part = partitions.find_root_partition(path)
     out = tmp_path / f"out-{path.stem}"
     out.mkdir()
     system = f"{path}?offset={part.offset}"
@@ -87,9 +87,9 @@ def inside(path: Path, tmp_path: Path) -> Path:
 
 def put(base: Path, out: Path, bundle: Path) -> list[str]:
     said: list[str] = []
-    with image.opened(base, out, HERE.interpreter, said.append) as copied:
-        install.install(bundle, copied.root)
-        copied.finish()
+    with image.open_image_copy(base, out, HERE.interpreter, said.append) as copied:
+        install.install_bundle(bundle, copied.root)
+        copied.save_image()
     return said
 
 
@@ -102,7 +102,7 @@ def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
     said = put(base, tmp_path / "orin-1.img", bundle)
     assert hashlib.sha256(base.read_bytes()).digest() == before
     assert said[-1].endswith("partition 2 holds it; write it to a card as any image")
-    install.install(bundle, install.Root(tree, say=lambda line: None))
+    install.install_bundle(bundle, install.Root(tree, say=lambda line: None))
     got = inside(tmp_path / "orin-1.img", tmp_path)
 
     def listed(folder: Path) -> dict[str, object]:
@@ -151,11 +151,11 @@ def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Pa
     (tree / "usr/bin/python3.13").write_bytes((tree / "usr/bin/dash").read_bytes())
     ext(tree, tmp_path / "a.img")
     asked = {"interpreter": "/usr/bin/python3.11", "machine": "aarch64"}
-    with image.opened(tmp_path / "a.img", tmp_path / "o.img", "/usr/bin/python3.11", print) as copied:
+    with image.open_image_copy(tmp_path / "a.img", tmp_path / "o.img", "/usr/bin/python3.11", print) as copied:
         with pytest.raises(Refused, match=r"has no /usr/bin/python3\.11 but python3\.13"):
-            install.check(copied.root, asked)
+            install.check_compatibility(copied.root, asked)
         with pytest.raises(Refused, match="is aarch64, and this bundle for x86_64"):
-            install.check(copied.root, {**asked, "machine": "x86_64"})
+            install.check_compatibility(copied.root, {**asked, "machine": "x86_64"})
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("o.img")]
 
 
@@ -167,10 +167,10 @@ def test_an_image_that_is_too_full_is_left_alone(tree: Path, tmp_path: Path, mak
     (tmp_path / "large").write_bytes(bytes(8 << 20))
 
     def put_a_large_one() -> None:
-        with image.opened(tmp_path / "a.img", tmp_path / "o.img", HERE.interpreter, print) as copied:
-            install.install(bundle, copied.root)
+        with image.open_image_copy(tmp_path / "a.img", tmp_path / "o.img", HERE.interpreter, print) as copied:
+            install.install_bundle(bundle, copied.root)
             shutil.copy(tmp_path / "large", copied.root.path / "opt/fedquilt")
-            copied.finish()
+            copied.save_image()
 
     with pytest.raises(Refused, match=r"MB free, and .* MB are needed: .*resize2fs"):
         put_a_large_one()
@@ -194,13 +194,19 @@ def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> Non
     (tmp_path / "x.img").write_bytes(data)
     with (
         pytest.raises(Refused, match=f"x.img has {says}"),
-        image.opened(tmp_path / "x.img", tmp_path / "o.img", "/p", print),
+        image.open_image_copy(tmp_path / "x.img", tmp_path / "o.img", "/p", print),
     ):
         pass
-    with pytest.raises(JobError, match="is no file"), image.opened(tmp_path / "y", tmp_path / "o.img", "/p", print):
+    with (
+        pytest.raises(JobError, match="is no file"),
+        image.open_image_copy(tmp_path / "y", tmp_path / "o.img", "/p", print),
+    ):
         pass
     (tmp_path / "cut.xz").write_bytes(lzma.compress(bytes(100000))[:-40])
-    with pytest.raises(JobError, match="is damaged"), image.opened(tmp_path / "cut.xz", tmp_path / "o", "/p", print):
+    with (
+        pytest.raises(JobError, match="is damaged"),
+        image.open_image_copy(tmp_path / "cut.xz", tmp_path / "o", "/p", print),
+    ):
         pass
 
 
@@ -208,4 +214,4 @@ def test_a_table_with_partitions_but_no_root_names_them(tmp_path: Path) -> None:
     """NOOBS and cards with FAT alone."""
     (tmp_path / "a.img").write_bytes(raspberry(bytes(1 << 20)))
     with pytest.raises(Refused, match=r"\(partition 1, partition 2\)"):
-        partitions.root(tmp_path / "a.img")
+        partitions.find_root_partition(tmp_path / "a.img")

@@ -15,7 +15,7 @@ from ordinary import User
 
 from fedquilt.tools.flash import bundle, wheels
 from fedquilt.tools.flash import install as installer
-from fedquilt.tools.flash.install import Refused, Root, install, uninstall
+from fedquilt.tools.flash.install import Refused, Root, install_bundle, uninstall
 
 Make = Callable[..., Path]
 MINE = (
@@ -31,7 +31,7 @@ def test_everything_lands_in_folders_of_its_own(root: Root, make: Make) -> None:
     (root.path / "etc").mkdir()
     (root.path / "etc/hostname").write_text("orin")
     before = snapshot(root.path)
-    assert install(make(), root) > 0
+    assert install_bundle(make(), root) > 0
     after = snapshot(root.path)
     assert {name: after[name] for name in before} == before
     new = set(after) - set(before)
@@ -44,9 +44,9 @@ def test_everything_lands_in_folders_of_its_own(root: Root, make: Make) -> None:
 
 def test_a_second_time_nothing_changes(root: Root, make: Make) -> None:
     """Not a byte, and it says so."""
-    assert install(make(), root)
+    assert install_bundle(make(), root)
     before = snapshot(root.path)
-    assert install(make(), root) == 0
+    assert install_bundle(make(), root) == 0
     assert snapshot(root.path) == before
 
 
@@ -54,17 +54,17 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: Root, mak
     """As many things as a real one then changes."""
     said: list[str] = []
     before = snapshot(root.path)
-    would = install(make(), Root(root.path, dry_run=True, say=said.append))
+    would = install_bundle(make(), Root(root.path, dry_run=True, say=said.append))
     assert snapshot(root.path) == before
     assert "would write /etc/fedquilt/agent.toml" in said
     assert any("would unpack 1 wheels" in line for line in said)
-    assert install(make(), root) == would == len(said)
+    assert install_bundle(make(), root) == would == len(said)
 
 
 def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, make: Make) -> None:
     """With this interpreter as the board's, the environment made by hand is a real one."""
     root = Root(plant(tmp_path / "board", python=sys.executable), say=lambda line: None)
-    install(make(target=HERE), root)
+    install_bundle(make(target=HERE), root)
     current = root.path / "opt/fedquilt/current"
     code = "import sys, toy, importlib.metadata as m; print(toy.version, m.version('toy'), sys.prefix); import pytest"
     ran = subprocess.run([current / "bin/python", "-c", code], capture_output=True, text=True, cwd="/")
@@ -77,7 +77,7 @@ def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, m
 
 def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: Root, make: Make) -> None:
     """Here they cannot be, unless this is a Python 3.10 as well."""
-    install(make(), root)
+    install_bundle(make(), root)
     assert (root.path / "opt/fedquilt/current/compiled").is_file() == (sys.version_info[:2] == (3, 10))
     assert (
         b"!/opt/fedquilt/current/compiled" in (root.path / "etc/systemd/system/fedquilt-compile.service").read_bytes()
@@ -92,7 +92,7 @@ def test_another_architecture_is_refused(tmp_path: Path, make: Make, number: int
     root = Root(plant(tmp_path / "other", number), say=lambda line: None)
     before = snapshot(root.path)
     with pytest.raises(Refused, match=f"is {name}, and this bundle for aarch64"):
-        install(make(), root)
+        install_bundle(make(), root)
     assert snapshot(root.path) == before
 
 
@@ -105,8 +105,8 @@ def test_an_elf_header_is_read_in_its_own_byte_order(tmp_path: Path) -> None:
         ("short", b"\x7fELF", None),
     ):
         (tmp_path / name).write_bytes(data)
-        assert installer.machine(tmp_path / name) == machine
-    assert installer.machine(tmp_path / "none") is None
+        assert installer.read_elf_machine(tmp_path / name) == machine
+    assert installer.read_elf_machine(tmp_path / "none") is None
 
 
 def test_a_root_without_the_python_is_told_which_it_has(tmp_path: Path, make: Make) -> None:
@@ -114,14 +114,14 @@ def test_a_root_without_the_python_is_told_which_it_has(tmp_path: Path, make: Ma
     root = Root(plant(tmp_path / "newer", python="/usr/bin/python3.12"), say=lambda line: None)
     (root.path / "usr/bin/python3.12-config").write_text("")
     with pytest.raises(Refused, match=r"has no /usr/bin/python3\.10 but python3\.12: "):
-        install(make(), root)
+        install_bundle(make(), root)
 
 
 def test_an_empty_folder_is_no_root(tmp_path: Path, make: Make) -> None:
     """Somebody forgot to mount."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match=r"holds no system.*mount it first"):
-        install(make(), Root(tmp_path / "empty"))
+        install_bundle(make(), Root(tmp_path / "empty"))
     assert not list((tmp_path / "empty").iterdir())
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_bundle_is_refused(root: Root, make: Make, name: str) -> None:
     (bundle / name).unlink()
     (bundle / name).write_bytes(data + b"x")
     with pytest.raises(Refused, match=r"damaged|no whole bundle"):
-        install(bundle, root)
+        install_bundle(bundle, root)
     assert not (root.path / "opt").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_bundle_of_another_format_is_refused(root: Root, make: Make) -> None:
     manifest = json.loads((bundle / "bundle.json").read_text())
     (bundle / "bundle.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(Refused, match="of another release"):
-        install(bundle, root)
+        install_bundle(bundle, root)
 
 
 def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) -> None:
@@ -155,11 +155,11 @@ def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) ->
     (root.path / "etc").symlink_to("../../outside")  # more ".." than there are folders: the root's own root
     (root.path / outside.relative_to("/")).mkdir(parents=True)
     (root.path / "outside").mkdir()
-    assert install(make(), root)
+    assert install_bundle(make(), root)
     assert not list(outside.iterdir())
     assert (root.path / outside.relative_to("/") / "fedquilt/current/pyvenv.cfg").is_file()
     assert (root.path / "outside/fedquilt/agent.toml").is_file()
-    assert install(make(), root) == 0
+    assert install_bundle(make(), root) == 0
 
 
 def test_links_in_circles_are_refused(tmp_path: Path, make: Make) -> None:
@@ -167,14 +167,14 @@ def test_links_in_circles_are_refused(tmp_path: Path, make: Make) -> None:
     root = Root(plant(tmp_path / "root"), say=lambda line: None)
     (root.path / "opt").symlink_to("opt")
     with pytest.raises(Refused, match="circles"):
-        install(make(), root)
+        install_bundle(make(), root)
 
 
 def test_a_wheel_never_writes_beside_its_folder(root: Root, make: Make, tmp_path: Path) -> None:
     """A crooked archive is refused; what was unpacked of it is no installation."""
     crooked = wheel(tmp_path / "crooked", "crooked", files={"../../../../../etc/passwd": "root::0:0"})
     with pytest.raises(Refused, match="would write to"):
-        install(make(wheels=(crooked,)), root)
+        install_bundle(make(wheels=(crooked,)), root)
     assert not (root.path / "etc/passwd").exists()
     assert not (root.path / "opt/fedquilt/current").exists()
 
@@ -186,7 +186,7 @@ def test_a_wheels_data_folder_is_sorted(root: Root, make: Make, tmp_path: Path) 
         "odd",
         files={"odd-1.0.data/platlib/lib.so": "so", "odd-1.0.data/scripts/run": "x", "odd-1.0.data/headers/h.h": "h"},
     )
-    install(make(wheels=(odd,)), root)
+    install_bundle(make(wheels=(odd,)), root)
     (site,) = (root.path / "opt/fedquilt/current").resolve().glob("lib/*/site-packages")
     assert (site / "lib.so").read_text() == "so"
     assert not [name for name in snapshot(root.path) if name.endswith(("/run", "/h.h"))]
@@ -194,9 +194,9 @@ def test_a_wheels_data_folder_is_sorted(root: Root, make: Make, tmp_path: Path) 
 
 def test_new_packages_take_the_place_of_the_old(root: Root, make: Make, tmp_path: Path) -> None:
     """`current` moves over, and the old ones go."""
-    install(make(), root)
+    install_bundle(make(), root)
     first = (root.path / "opt/fedquilt/current").readlink()
-    install(make(wheels=(wheel(tmp_path / "newer", "toy", "2.0"),)), root)
+    install_bundle(make(wheels=(wheel(tmp_path / "newer", "toy", "2.0"),)), root)
     folders = sorted(path.name for path in (root.path / "opt/fedquilt").iterdir())
     second = (root.path / "opt/fedquilt/current").readlink()
     assert second != first
@@ -208,31 +208,31 @@ def test_an_interrupted_installation_is_done_again(root: Root, make: Make) -> No
     bundle = make()
     id = json.loads((bundle / "bundle.json").read_text())["id"]
     (root.path / f"opt/fedquilt/{id}.new/lib").mkdir(parents=True)
-    install(bundle, root)
+    install_bundle(bundle, root)
     assert sorted(p.name for p in (root.path / "opt/fedquilt").iterdir()) == sorted([id, "current", "installed.json"])
 
 
 def test_secrets_are_for_root_alone(root: Root, make: Make) -> None:
     """A key that stood open is closed, too."""
     bundle = make({"agent.toml": b"", "device.key": b"k", "device.crt": b"c", "password": b"p"})
-    install(bundle, root)
+    install_bundle(bundle, root)
 
     def modes() -> dict[str, int]:
         return {path.name: path.stat().st_mode & 0o777 for path in (root.path / "etc/fedquilt").iterdir()}
 
     assert modes() == {"agent.toml": 0o644, "device.key": 0o600, "device.crt": 0o644, "password": 0o600}
     (root.path / "etc/fedquilt/device.key").chmod(0o644)
-    assert install(bundle, root) == 1
+    assert install_bundle(bundle, root) == 1
     assert modes()["device.key"] == 0o600
 
 
 def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: Root, make: Make) -> None:
     """But only then."""
-    install(make({"agent.toml": b"a"}), root)
-    install(make({"agent.toml": b"b"}), root)
+    install_bundle(make({"agent.toml": b"a"}), root)
+    install_bundle(make({"agent.toml": b"b"}), root)
     assert not (root.path / "etc/fedquilt/agent.toml.old").exists()
     (root.path / "etc/fedquilt/agent.toml").write_bytes(b"by hand")
-    install(make({"agent.toml": b"c"}), root)
+    install_bundle(make({"agent.toml": b"c"}), root)
     assert (root.path / "etc/fedquilt/agent.toml").read_bytes() == b"c"
     assert (root.path / "etc/fedquilt/agent.toml.old").read_bytes() == b"by hand"
 
@@ -240,12 +240,12 @@ def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: Root, make: M
 def test_a_used_token_is_not_brought_back(root: Root, make: Make) -> None:
     """A new one is: its operator wants the board to enrol again."""
     etc = root.path / "etc/fedquilt"
-    install(make({"token": b"one"}), root)
+    install_bundle(make({"token": b"one"}), root)
     assert (etc / "token").read_bytes() == b"one"
     assert (etc / "token").stat().st_mode & 0o777 == 0o600
     (etc / "token").unlink()
-    assert install(make({"token": b"one"}), root) == 0
-    install(make({"token": b"two"}), root)
+    assert install_bundle(make({"token": b"one"}), root) == 0
+    install_bundle(make({"token": b"two"}), root)
     assert (etc / "token").read_bytes() == b"two"
 
 
@@ -255,7 +255,7 @@ def test_a_board_without_room_is_told_how_much_is_wanted(root: Root, make: Make)
     manifest = json.loads((bundle / "bundle.json").read_text())
     (bundle / "bundle.json").write_text(json.dumps({**manifest, "unpacked_bytes": 10**18}))
     with pytest.raises(Refused, match=r"MB free, and 1000000000000 MB are needed"):
-        install(bundle, root)
+        install_bundle(bundle, root)
     assert not (root.path / "opt").exists()
 
 
@@ -266,9 +266,9 @@ def test_a_unit_that_is_no_more_wanted_goes(root: Root, make: Make) -> None:
         units / "multi-user.target.wants/fedquilt-enrol.service",
         units / "timers.target.wants/fedquilt-enrol.timer",
     )
-    install(make(enrols=True), root)
+    install_bundle(make(enrols=True), root)
     assert all(link.resolve().is_file() for link in links)
-    install(make(), root)
+    install_bundle(make(), root)
     assert not list(units.glob("fedquilt-enrol.*"))
     assert not any(link.is_symlink() for link in links)
 
@@ -277,7 +277,7 @@ def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: Root,
     """And never what is not fedquilt's."""
     before = snapshot(root.path)
     bundle = make({"agent.toml": b"a", "device.key": b"k"})
-    install(bundle, root)
+    install_bundle(bundle, root)
     (root.path / "var/lib/fedquilt").mkdir(parents=True)
     (root.path / "var/lib/fedquilt/outbox").write_text("an update")
     (root.path / "etc/systemd/system/other.service").write_text("other")
@@ -346,13 +346,15 @@ def runs(current: Path, etc: Path, settings: bytes, home: Path, packages: str, r
 def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) -> None:
     """Installed by a root whose umask shuts everything: the agent's user starts it, and may not read the key."""
     files = {"agent.toml": b'device = "d"\nhome = "/var/lib/fedquilt"\n', "device.key": b"k"}
-    house = (wheels.own(tmp_path),)
+    house = (wheels.build_own_wheel(tmp_path),)
     folder = tmp_path / "bundle"
-    bundle.write(bundle.contents(bundle.Board("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder)
+    bundle.write_folder(
+        bundle.collect_files(bundle.Board("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder
+    )
     root = Root(plant(user.folder / "board", python=sys.executable), say=lambda line: None)
     before = os.umask(0o077)
     try:
-        install(folder, root)
+        install_bundle(folder, root)
     finally:
         os.umask(before)
     current, etc = root.path / "opt/fedquilt/current", root.path / "etc/fedquilt"

@@ -25,7 +25,7 @@ def brought(tmp_path: Path) -> Path:
     start.parent.mkdir(parents=True)
     start.write_text(f'#!/bin/sh\necho "$0" >> "{tmp_path}/started"\nexec {sys.executable} "$@"\n')
     start.chmod(0o755)
-    own_python.pack(tmp_path / "made", tmp_path / "python.tar")
+    own_python.pack_folder(tmp_path / "made", tmp_path / "python.tar")
     return tmp_path / "python.tar"
 
 
@@ -37,26 +37,26 @@ def old_board(tmp_path: Path) -> Path:
 def made(tmp_path: Path, brought: Path) -> Path:
     """A bundle for it."""
     target = replace(
-        targets.find("jetpack5"),
+        targets.find_target("jetpack5"),
         machine="aarch64" if ELF == 0xB7 else "x86_64",
         python=PYTHON,
         interpreter=f"{targets.BROUGHT}{PYTHON}",
     )
     board = bundle.Board("tx2", {"agent.toml": b'device = "tx2"\n', "device.key": b"k"}, 10**9)
     house = (wheel(tmp_path / "wheels", "toy"),)
-    bundle.write(bundle.contents(board, target, house, "", own_python=brought), tmp_path / "bundle")
+    bundle.write_folder(bundle.collect_files(board, target, house, "", own_python=brought), tmp_path / "bundle")
     return tmp_path / "bundle"
 
 
 def test_it_is_put_beside_the_packages_and_starts_them(tmp_path: Path, brought: Path) -> None:
     """The environment's python leads to it, and its configuration names it as home."""
     root = install.Root(old_board(tmp_path), say=lambda line: None)
-    install.install(made(tmp_path, brought), root)
+    install.install_bundle(made(tmp_path, brought), root)
     home = root.path / "opt/fedquilt/current"
     assert (home / "bin/python").readlink() == Path(f"/opt/fedquilt/current/python/bin/python{PYTHON}")
     assert "home = /opt/fedquilt/current/python/bin\n" in (home / "pyvenv.cfg").read_text()
     assert (home / f"python/bin/python{PYTHON}").stat().st_mode & 0o777 == 0o755
-    assert install.install(tmp_path / "bundle", root) == 0
+    assert install.install_bundle(tmp_path / "bundle", root) == 0
 
 
 def test_on_the_board_it_installs_itself(tmp_path: Path, brought: Path) -> None:
@@ -76,10 +76,10 @@ def test_an_archive_that_would_write_elsewhere_is_refused(tmp_path: Path) -> Non
             archive.add(tmp_path / "x", f"python/bin/python{PYTHON}")
             archive.add(tmp_path / "x", name)
         with pytest.raises(JobError, match=r"holds no python/bin/python3\.N"):
-            own_python.check(tmp_path / "bad.tar")
+            own_python.read_python_version(tmp_path / "bad.tar")
         bad = made(tmp_path, tmp_path / "bad.tar")
         with pytest.raises(install.Refused, match="would write to"):
-            install.install(bad, install.Root(old_board(tmp_path), say=lambda line: None))
+            install.install_bundle(bad, install.Root(old_board(tmp_path), say=lambda line: None))
         subprocess.run(["rm", "-r", str(bad)], check=True)
 
 
@@ -101,7 +101,7 @@ SECRET = bundle.Board("b", {"agent.toml": b"", "device.key": b"k", "password": b
 
 
 def agent(systemd: int) -> str:
-    return bundle.units(SECRET, systemd)["fedquilt-agent.service"].decode()
+    return bundle.render_units(SECRET, systemd)["fedquilt-agent.service"].decode()
 
 
 def test_an_older_systemd_gets_secrets_as_copies_of_the_users_own() -> None:
@@ -123,13 +123,13 @@ def test_an_older_systemd_gets_secrets_as_copies_of_the_users_own() -> None:
 def test_a_systemd_that_knows_no_group_of_system_calls_gets_no_filter() -> None:
     """JetPack 4's 237 would leave next to nothing allowed."""
     assert "SystemCallFilter=@system-service" in agent(245)
-    for name, text in bundle.units(SECRET, 237).items():
+    for name, text in bundle.render_units(SECRET, 237).items():
         assert "SystemCall" not in text.decode(), name
 
 
 def test_programs_of_units_have_whole_paths() -> None:
     """systemd 237 takes no other; /bin is a link to /usr/bin where the two are one."""
-    for text in bundle.units(replace(SECRET, enrols=True), 237).values():
+    for text in bundle.render_units(replace(SECRET, enrols=True), 237).values():
         for line in text.decode().splitlines():
             if line.startswith("Exec"):
                 assert line.split("=", 1)[1].lstrip("-+").startswith("/"), line
@@ -156,11 +156,11 @@ def test_libraries_and_not_their_plugins_come_along(tmp_path: Path) -> None:
             pytest.skip("there is no dpkg-deb here")
         packages.append(tmp_path / f"{name}_1_arm64.deb")
     (tmp_path / "scratch").mkdir()
-    home = own_python.compose(packages, tmp_path / "scratch")
+    home = own_python.unpack_packages(packages, tmp_path / "scratch")
     names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
     assert names == {"bin/python3.11", "libexec/python3.11", "libc/libc.so.6", "lib/python3.11/os.py"}
-    assert own_python.pack(home, tmp_path / "p.tar") > 0
-    assert own_python.check(tmp_path / "p.tar") == "3.11"
+    assert own_python.pack_folder(home, tmp_path / "p.tar") > 0
+    assert own_python.read_python_version(tmp_path / "p.tar") == "3.11"
 
 
 def test_the_command_line_tells_what_is_missing(

@@ -19,7 +19,7 @@ from fedquilt.tools.flash.bundle import Board
 
 
 def unit(board: Board, name: str = "fedquilt-agent.service") -> list[str]:
-    return bundle.units(board)[name].decode().splitlines()
+    return bundle.render_units(board)[name].decode().splitlines()
 
 
 def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
@@ -35,7 +35,9 @@ def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
         path = tmp_path / "agent.toml"
         path.write_text(f'device = "d"\nhome = "/h"\n{more}')
         (line,) = (
-            each for each in unit(bundle.board(path), "fedquilt-clocks.service") if each.startswith("ExecStart=")
+            each
+            for each in unit(bundle.read_board_files(path), "fedquilt-clocks.service")
+            if each.startswith("ExecStart=")
         )
         return line.partition("clocks serve ")[2]
 
@@ -66,9 +68,12 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
     assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
-    assert set(bundle.units(enrols)) - set(bundle.units(other)) == {"fedquilt-enrol.service", "fedquilt-enrol.timer"}
+    assert set(bundle.render_units(enrols)) - set(bundle.render_units(other)) == {
+        "fedquilt-enrol.service",
+        "fedquilt-enrol.timer",
+    }
     assert "ConditionPathExists" not in "\n".join(unit(other))
-    for text in (*bundle.units(enrols).values(), *bundle.units(other).values()):
+    for text in (*bundle.render_units(enrols).values(), *bundle.render_units(other).values()):
         assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND", b"@LIM") if word in text]
 
 
@@ -76,30 +81,32 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
     """A user of its own answers with what lies in a folder that it and the agent may write; its packages come along."""
     made = told(site, f'{URL}ca = "ca.crt"\n[models]\nserve = "127.0.0.1:8090"\n')
     assert made.extras == ("identity", "images", "onnx")
-    units = bundle.units(made)
+    units = bundle.render_units(made)
     options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve-model.service"]) if word != "-v"])
     assert (options["models"], options["http"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
     assert "User=fedquilt-runner" in unit(made, "fedquilt-serve-model.service")
     assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
     for text in units.values():
         assert not re.findall(rb"@[A-Z_]+@", text)
-    assert agents.parse(config.parse(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
+    assert (
+        agents.parse_settings(config.parse_toml(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
+    )
     assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
     (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
     assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
     (rights,) = [one for one in unit(made, "fedquilt-setup.service") if one.startswith("CapabilityBoundingSet=")]
     assert "CAP_FSETID" in rights  # without it the kernel drops the mode's 2, and no model would be its group's
-    assert not [name for name in bundle.units(told(site, URL)) if "model" in name]
+    assert not [name for name in bundle.render_units(told(site, URL)) if "model" in name]
 
 
 def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Path) -> None:
     """It is made before the agent starts if it is not there; without one nothing more is writable."""
-    units = bundle.units(told(site, f'{URL}[models]\nfolder = "/srv/models/"\n'))
+    units = bundle.render_units(told(site, f'{URL}[models]\nfolder = "/srv/models/"\n'))
     assert b"ReadWritePaths=-/srv/models\n" in units["fedquilt-agent.service"]
     setup = units["fedquilt-setup.service"].decode()
     assert "test -d /srv/models || install -d -o fedquilt -g fedquilt -m 0750 /srv/models'" in setup
     assert "ReadWritePaths=-/srv\n" in setup
-    plain = bundle.units(told(site, URL))
+    plain = bundle.render_units(told(site, URL))
     assert b"ReadWritePaths" not in plain["fedquilt-agent.service"]
     assert plain["fedquilt-setup.service"].count(b"ExecStart=") == 1
 
@@ -144,7 +151,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
     folder.mkdir(parents=True)
     agent = Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
     runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
-    made = bundle.units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
+    made = bundle.render_units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
     programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
     for name in programs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from fedquilt import cli
 from fedquilt.edge_agent.upgrade import archive, build, launch
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.tools.flash import bundle
-from fedquilt.tools.flash.install import Root, install
+from fedquilt.tools.flash.install import Root, install_bundle
 from fedquilt.tools.identity.authority import Authority
 
 Make = Callable[..., Path]
@@ -47,9 +47,9 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     assert "fedquilt upgrade agents.tar --home HOME brings it to the fleet" in said
     with archive.open_bundle(place / "agents.tar") as made:
         manifest = made.manifest
-        made.check_wheels()
-        build.fits(manifest)
-        build.trusted(made, str(place / "fedquilt-ca/ca.crt"), unsigned=False)
+        made.verify_wheels()
+        build.require_fitting_machine(manifest)
+        build.require_valid_signature(made, str(place / "fedquilt-ca/ca.crt"), unsigned=False)
     assert (manifest.version, manifest.machine, manifest.python) == (
         fedquilt.__version__,
         platform.machine(),
@@ -73,7 +73,7 @@ def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.C
         assert made.manifest.present == {}
         assert any(name.startswith("msgspec-") for name in made.manifest.wheels)
         assert made.signature is None
-        made.check_wheels()
+        made.verify_wheels()
 
 
 def test_a_bundle_has_no_settings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,19 +102,19 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
         files = {"fedquilt/__init__.py": "", "fedquilt/cli.py": SHOWS.format(name=name)}
         return make(target=HERE, wheels=(wheel(tmp_path / name, "toy", files=files),))
 
-    install(flashed("first"), root)
+    install_bundle(flashed("first"), root)
     done = started(root)
     assert done.stdout.startswith("first -v agent /etc/fedquilt/agent.toml "), done.stderr
     told = json.loads(done.stdout.split(maxsplit=4)[4])
     versions, identity = root.path / "var/lib/fedquilt-agent", os.readlink(root.path / "opt/fedquilt/current")
     assert (told["folder"], told["flashed"], told["running"]) == (str(versions), identity, "")
     (versions / ("b" * 64) / "bin").mkdir(parents=True)
-    program = launch.python(versions, "b" * 64)
+    program = launch.python_path(versions, "b" * 64)
     program.write_text("#!/bin/sh\necho second\n")
     program.chmod(0o755)
-    launch.write(versions, Choice(identity, "b" * 64, ""))
+    launch.write_choice(versions, Choice(identity, "b" * 64, ""))
     assert started(root).stdout == "second\n"
-    install(flashed("third"), root)
+    install_bundle(flashed("third"), root)
     done = started(root)
     assert done.stdout.startswith("third ")
     assert "flashed anew" in done.stderr
@@ -124,6 +124,6 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
 def test_the_unit_may_write_where_versions_lie(make: Make) -> None:
     """Versions lie outside of the agent's home, in which tasks write and the agent does not start either."""
     board = bundle.Board("orin-1", {"agent.toml": b""}, None)
-    text = bundle.units(board)["fedquilt-agent.service"].decode()
+    text = bundle.render_units(board)["fedquilt-agent.service"].decode()
     assert "StateDirectory=fedquilt fedquilt-agent\n" in text
     assert "WorkingDirectory" not in text

@@ -17,11 +17,11 @@ from fedquilt.core import JobError, StoreError
 from fedquilt.tools.flash import targets, wheels
 from fedquilt.tools.flash.wheels import Wheel
 
-JP6, JP7 = targets.find("jetpack6"), targets.find("jetpack7")
+JP6, JP7 = targets.find_target("jetpack6"), targets.find_target("jetpack7")
 
 
 def known(*paths: Path) -> dict[str, Wheel]:
-    return {read.name: read for read in map(Wheel.read, paths)}
+    return {read.name: read for read in map(Wheel.from_file, paths)}
 
 
 # -- what is needed -------------------------------------------------------------------------------
@@ -31,10 +31,10 @@ def test_markers_are_the_boards_not_this_machines(tmp_path: Path) -> None:
     """tomli is wanted on JetPack 6 whatever Python flashes it, and an x86-64 library on neither."""
     app = wheel(tmp_path, "app", "1.0", 'tomli; python_version < "3.11"', 'mkl; platform_machine == "x86_64"')
     tomli = wheel(tmp_path, "tomli")
-    assert wheels.closure("app", known(app), JP6) == ({"app"}, ["tomli"])
-    assert wheels.closure("app", known(app, tomli), JP6) == ({"app", "tomli"}, [])
-    assert wheels.closure("app", known(app, tomli), JP7) == ({"app"}, [])
-    assert wheels.closure("app", known(app), targets.find("amd64", "3.12")) == ({"app"}, ["mkl"])
+    assert wheels.dependency_closure("app", known(app), JP6) == ({"app"}, ["tomli"])
+    assert wheels.dependency_closure("app", known(app, tomli), JP6) == ({"app", "tomli"}, [])
+    assert wheels.dependency_closure("app", known(app, tomli), JP7) == ({"app"}, [])
+    assert wheels.dependency_closure("app", known(app), targets.find_target("amd64", "3.12")) == ({"app"}, ["mkl"])
 
 
 def test_extras_bring_what_they_need_and_nothing_else(tmp_path: Path) -> None:
@@ -43,29 +43,35 @@ def test_extras_bring_what_they_need_and_nothing_else(tmp_path: Path) -> None:
     other = wheel(tmp_path, "other", "1.0", "app", "app[all]")
     web = wheel(tmp_path, "web")
     every = known(app, other, web)
-    assert wheels.closure("app", every, JP6) == ({"app"}, [])
-    assert wheels.closure("app[site]", every, JP6) == ({"app", "web"}, [])
-    assert wheels.closure("other", every, JP6) == ({"app", "other", "web"}, [])
+    assert wheels.dependency_closure("app", every, JP6) == ({"app"}, [])
+    assert wheels.dependency_closure("app[site]", every, JP6) == ({"app", "web"}, [])
+    assert wheels.dependency_closure("other", every, JP6) == ({"app", "other", "web"}, [])
 
 
 def test_a_version_that_does_not_fit_counts_as_missing(tmp_path: Path) -> None:
     """With the requirement as it stands, so that pip can look for both at once. Names are the same however written."""
     app = wheel(tmp_path, "app", "1.0", "My.Lib>=2,<3")
-    assert wheels.closure("app", known(app, wheel(tmp_path, "my_lib", "1.9")), JP6) == ({"app"}, ["My.Lib<3,>=2"])
-    assert wheels.closure("app", known(app, wheel(tmp_path, "my_lib", "2.1")), JP6) == ({"app", "my-lib"}, [])
+    assert wheels.dependency_closure("app", known(app, wheel(tmp_path, "my_lib", "1.9")), JP6) == (
+        {"app"},
+        ["My.Lib<3,>=2"],
+    )
+    assert wheels.dependency_closure("app", known(app, wheel(tmp_path, "my_lib", "2.1")), JP6) == (
+        {"app", "my-lib"},
+        [],
+    )
 
 
 def test_packages_that_need_each_other_come_to_an_end(tmp_path: Path) -> None:
     """Each once."""
     one, two = wheel(tmp_path, "one", "1", "two"), wheel(tmp_path, "two", "1", "one")
-    assert wheels.closure("one", known(one, two), JP6) == ({"one", "two"}, [])
+    assert wheels.dependency_closure("one", known(one, two), JP6) == ({"one", "two"}, [])
 
 
 def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
     """A download that broke off."""
     (tmp_path / "half-1.0-py3-none-any.whl").write_bytes(b"PK")
     with pytest.raises(StoreError, match=r"half-1\.0.* is no wheel .*delete it"):
-        Wheel.read(tmp_path / "half-1.0-py3-none-any.whl")
+        Wheel.from_file(tmp_path / "half-1.0-py3-none-any.whl")
 
 
 # -- our own --------------------------------------------------------------------------------------
@@ -74,9 +80,9 @@ def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
 def test_our_own_wheel_is_whole_and_always_the_same(tmp_path: Path) -> None:
     """It imports from where it is unpacked, with the units that flash needs and nothing compiled."""
     (tmp_path / "again").mkdir()
-    path = wheels.own(tmp_path)
-    assert wheels.own(tmp_path / "again").read_bytes() == path.read_bytes()
-    read = Wheel.read(path)
+    path = wheels.build_own_wheel(tmp_path)
+    assert wheels.build_own_wheel(tmp_path / "again").read_bytes() == path.read_bytes()
+    read = Wheel.from_file(path)
     assert (read.name, read.version) == ("fedquilt", fedquilt.__version__)
     assert any(line.startswith("msgspec") for line in read.requires)
     with zipfile.ZipFile(path) as archive:
@@ -129,7 +135,7 @@ def names(house: list[Path]) -> list[str]:
 
 def test_a_house_holds_what_the_target_can_load(index: Path, tmp_path: Path) -> None:
     """numpy for JetPack 6's Python, machine and glibc; tomli as its Python is 3.10; no torch."""
-    house, lock = wheels.house(JP6, ["onnx"], tmp_path / "cache")
+    house, lock = wheels.collect_wheels(JP6, ["onnx"], tmp_path / "cache")
     assert house[0].name == f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"
     assert "numpy-99.0-cp310-cp310-manylinux_2_28_aarch64.whl" in [path.name for path in house]
     assert {"tomli", "onnxruntime", "paho_mqtt"} <= set(names(house))
@@ -137,7 +143,7 @@ def test_a_house_holds_what_the_target_can_load(index: Path, tmp_path: Path) -> 
     lines = dict(line.split(" --hash=sha256:") for line in lock.splitlines())
     assert len(lines) == len(house)
     assert lines["numpy==99.0"] == hashlib.sha256((house[names_at(house, "numpy")]).read_bytes()).hexdigest()
-    house, _ = wheels.house(JP7, [], tmp_path / "cache")
+    house, _ = wheels.collect_wheels(JP7, [], tmp_path / "cache")
     assert "numpy-99.0-cp312-cp312-manylinux_2_34_aarch64.whl" in [path.name for path in house]
     assert not {"tomli", "onnxruntime"} & set(names(house))
 
@@ -148,17 +154,17 @@ def names_at(house: list[Path], name: str) -> int:
 
 def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_path: Path) -> None:
     """Newer ones only when they are asked for; a damaged one is fetched again."""
-    first = wheels.house(JP7, [], tmp_path / "cache")
+    first = wheels.collect_wheels(JP7, [], tmp_path / "cache")
     wheel(index, "paho_mqtt", "100.0")
-    assert wheels.house(JP7, [], tmp_path / "cache") == first
-    newer, _ = wheels.house(JP7, [], tmp_path / "cache", refresh=True)
+    assert wheels.collect_wheels(JP7, [], tmp_path / "cache") == first
+    newer, _ = wheels.collect_wheels(JP7, [], tmp_path / "cache", refresh=True)
     paho = newer[names_at(newer, "paho_mqtt")]
     assert paho.name.startswith("paho_mqtt-100.0")
     assert not list(paho.parent.glob("paho_mqtt-99.0*"))
     paho.write_bytes(b"")
-    mended, _ = wheels.house(JP7, [], tmp_path / "cache")
+    mended, _ = wheels.collect_wheels(JP7, [], tmp_path / "cache")
     assert mended == newer
-    assert Wheel.read(paho).version == "100.0"
+    assert Wheel.from_file(paho).version == "100.0"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
@@ -166,11 +172,11 @@ def test_a_list_of_kept_wheels_that_was_cut_off_leads_to_a_new_download(
     index: Path, tmp_path: Path, share: float
 ) -> None:
     """As by a disk that was full. A shorter list would send a board fewer wheels than it needs."""
-    first = wheels.house(JP7, [], tmp_path / "cache")
+    first = wheels.collect_wheels(JP7, [], tmp_path / "cache")
     (kept,) = (tmp_path / "cache").glob("*/kept.json")
     whole = kept.read_text()
     kept.write_text(whole[: int(len(whole) * share)])
-    assert wheels.house(JP7, [], tmp_path / "cache") == first
+    assert wheels.collect_wheels(JP7, [], tmp_path / "cache") == first
     assert kept.read_text() == whole
 
 
@@ -179,30 +185,30 @@ def test_an_operator_may_say_which_versions_are_allowed(index: Path, tmp_path: P
     wheel(index, "paho_mqtt", "98.0")
     constraint = tmp_path / "only.txt"
     constraint.write_text("paho-mqtt==98.0\nnot-needed==1.0\n")
-    free, _ = wheels.house(JP7, [], tmp_path / "cache")
-    held, lock = wheels.house(JP7, [], tmp_path / "cache", constraint=constraint)
+    free, _ = wheels.collect_wheels(JP7, [], tmp_path / "cache")
+    held, lock = wheels.collect_wheels(JP7, [], tmp_path / "cache", constraint=constraint)
     assert "paho_mqtt-98.0-py3-none-any.whl" in [path.name for path in held]
     assert "paho-mqtt==98.0 " in lock
     assert "not-needed" not in lock
     assert "paho_mqtt-99.0-py3-none-any.whl" in [path.name for path in free]
     assert all(path.is_file() for path in free)
     constraint.write_text("paho-mqtt==99.0\n")  # what was kept for another text is not taken
-    other, _ = wheels.house(JP7, [], tmp_path / "cache", constraint=constraint)
+    other, _ = wheels.collect_wheels(JP7, [], tmp_path / "cache", constraint=constraint)
     assert "paho_mqtt-99.0-py3-none-any.whl" in [path.name for path in other]
 
 
 def test_a_constraint_that_cannot_be_met_or_read_is_told(index: Path, tmp_path: Path) -> None:
     """Before or by pip, in its own words."""
     with pytest.raises(JobError, match=r"--constraint .*none\.txt cannot be read \(No such file.*numpy==2\.2\.6"):
-        wheels.house(JP7, [], tmp_path / "cache", constraint=tmp_path / "none.txt")
+        wheels.collect_wheels(JP7, [], tmp_path / "cache", constraint=tmp_path / "none.txt")
     (tmp_path / "only.txt").write_text("numpy==1.0\n")
     with pytest.raises(JobError, match=r"no wheels for jetpack7 .*does .*only\.txt allow versions that go"):
-        wheels.house(JP7, [], tmp_path / "cache", constraint=tmp_path / "only.txt")
+        wheels.collect_wheels(JP7, [], tmp_path / "cache", constraint=tmp_path / "only.txt")
 
 
 def test_the_lock_is_one_that_pip_takes(index: Path, tmp_path: Path) -> None:
     """Who prefers pip on the board can have it, hashes checked."""
-    house, lock = wheels.house(JP7, [], tmp_path / "cache")
+    house, lock = wheels.collect_wheels(JP7, [], tmp_path / "cache")
     (tmp_path / "requirements.txt").write_text(lock)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
     command += ["--platform", "manylinux_2_34_aarch64", "--python-version", "3.12", "-d", str(tmp_path / "got")]
@@ -216,13 +222,13 @@ def test_what_there_is_no_wheel_for_is_told(index: Path, tmp_path: Path) -> None
     for path in index.glob("numpy-*"):
         path.unlink()
     with pytest.raises(JobError, match=r"no wheels for jetpack6 \(Python 3\.10, aarch64\): .*numpy.*--index"):
-        wheels.house(JP6, [], tmp_path / "cache")
+        wheels.collect_wheels(JP6, [], tmp_path / "cache")
 
 
 def test_an_unknown_extra_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
     """And the known ones are named."""
     with pytest.raises(JobError, match=r"no extra 'onx': fedquilt has .*onnx"):
-        wheels.house(JP6, ["onx"], tmp_path / "cache")
+        wheels.collect_wheels(JP6, ["onx"], tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -261,14 +267,14 @@ def nvidias(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_wheels_with_the_gpu_come_from_the_index_whatever_pypi_has(nvidias: Path, tmp_path: Path) -> None:
     """NVIDIA's tag is linux_aarch64, and its torch is older than PyPI's, which is for another CUDA. Locked by hash."""
     at = shelf(nvidias)
-    house, lock = wheels.house(JP6, ["gpu", "train"], tmp_path / "cache", at)
+    house, lock = wheels.collect_wheels(JP6, ["gpu", "train"], tmp_path / "cache", at)
     files = [path.name for path in house]
     ours = ("onnxruntime_gpu-1.23.0", "torch-2.8.0", "torchvision-0.23.0")
     assert {f"{one}-{LOCAL}.whl" for one in ours} <= set(files)
     for name in ("onnxruntime_gpu", "torch", "torchvision"):
         assert f"sha256:{hashlib.sha256(house[names_at(house, name)].read_bytes()).hexdigest()}\n" in lock
-    assert wheels.house(JP6, ["gpu", "train"], tmp_path / "cache", at) == (house, lock)  # kept
-    plain, _ = wheels.house(JP6, ["train"], tmp_path / "cache")
+    assert wheels.collect_wheels(JP6, ["gpu", "train"], tmp_path / "cache", at) == (house, lock)  # kept
+    plain, _ = wheels.collect_wheels(JP6, ["train"], tmp_path / "cache")
     assert "torch-99.1-cp310-cp310-manylinux_2_28_aarch64.whl" in [path.name for path in plain]
 
 
@@ -276,7 +282,7 @@ def test_wheels_with_the_gpu_come_from_the_index_whatever_pypi_has(nvidias: Path
 def test_a_torch_compiled_with_numpy_1_gets_numpy_1(nvidias: Path, tmp_path: Path, compiled: str, numpy: str) -> None:
     """As torch 2.8.0 for JetPack 6 was: beside NumPy 2 it cannot turn a tensor into an array."""
     wheel(nvidias, "torch", "2.8.0", tag=LOCAL, files={"torch/lib/libtorch_python.so": f"{compiled}._multiarray_umath"})
-    house, _ = wheels.house(JP6, ["train"], tmp_path / "cache", shelf(nvidias))
+    house, _ = wheels.collect_wheels(JP6, ["train"], tmp_path / "cache", shelf(nvidias))
     assert house[names_at(house, "numpy")].name.startswith(f"numpy-{numpy}-")
 
 
@@ -285,7 +291,7 @@ def test_the_target_with_the_gpu_knows_its_index(
 ) -> None:
     """`jetpack6-gpu` takes NVIDIA's onnxruntime-gpu where jetpack6 takes PyPI's onnxruntime."""
     monkeypatch.setitem(targets.KNOWN, "jetpack6-gpu", replace(targets.KNOWN["jetpack6-gpu"], index=shelf(nvidias)))
-    house, _ = wheels.house(targets.find("jetpack6-gpu"), ["onnx"], tmp_path / "cache")
+    house, _ = wheels.collect_wheels(targets.find_target("jetpack6-gpu"), ["onnx"], tmp_path / "cache")
     assert f"onnxruntime_gpu-1.23.0-{LOCAL}.whl" in [path.name for path in house]
     assert "onnxruntime" not in names(house)
 
@@ -294,7 +300,7 @@ def test_a_wheel_of_that_tag_is_not_taken_from_pypi(nvidias: Path, index: Path, 
     """There, `linux_aarch64` says nothing of the glibc that a wheel needs."""
     wheel(index, "paho_mqtt", "100.0", tag=LOCAL)
     shelf(index)
-    house, _ = wheels.house(JP6, [], tmp_path / "cache")
+    house, _ = wheels.collect_wheels(JP6, [], tmp_path / "cache")
     assert "paho_mqtt-99.0-py3-none-any.whl" in [path.name for path in house]
 
 
@@ -322,11 +328,11 @@ def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
 def test_boards_that_cannot_get_a_clear_answer(arguments: tuple[str, ...], says: str) -> None:
     """And what to do instead."""
     with pytest.raises(JobError, match=says):
-        targets.find(*arguments)
+        targets.find_target(*arguments)
 
 
 def test_a_board_may_bring_its_own_python() -> None:
     """As JetPack 5's Xavier has to."""
-    target = targets.find("arm64", "3.10", "/opt/python3.10/bin/python3.10")
+    target = targets.find_target("arm64", "3.10", "/opt/python3.10/bin/python3.10")
     assert (target.python, target.interpreter) == ("3.10", "/opt/python3.10/bin/python3.10")
-    assert targets.find("raspberry-pi-os", "3.13").interpreter == "/usr/bin/python3.13"
+    assert targets.find_target("raspberry-pi-os", "3.13").interpreter == "/usr/bin/python3.13"

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError
-from fedquilt.edge_agent.enrol import signing_request
+from fedquilt.edge_agent.enrol import create_signing_request
 from fedquilt.tools.identity.authority import DAY_S, Authority
 
 NOW_S = 1_800_000_000.0
@@ -117,9 +117,9 @@ def request(name: str, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> s
 
 def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(authority: Authority) -> None:
     """Each with its own sentence; nothing is ever signed of them."""
-    good = signing_request(new_key(), "orin-7")
+    good = create_signing_request(new_key(), "orin-7")
     lines = good.splitlines()
-    swapped = signing_request(new_key(), "orin-7").splitlines()
+    swapped = create_signing_request(new_key(), "orin-7").splitlines()
     forged = "\n".join([*lines[:-3], *swapped[-3:]])
     der = base64.b64decode("".join(lines[1:-1]))
     assert b"\x02\x01\x00" in der[:12]  # the version
@@ -131,12 +131,12 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
         (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "another key than ECDSA P-256"),
         (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "another key than ECDSA P-256"),
         (forged, "orin-7", "changed on its way|no signing request"),
-        (signing_request(new_key(), "coordinator"), "coordinator", "rename the device"),
+        (create_signing_request(new_key(), "coordinator"), "coordinator", "rename the device"),
     )
     for pem, device, said in cases:
         with pytest.raises(JobError, match=said):
             authority.read_request(pem, device)
-    assert authority.register.certificates() == []
+    assert authority.register.list_certificates() == []
 
 
 def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> None:
@@ -146,7 +146,7 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> No
         authority.issue("orin-7", "observer", NOW_S)
     authority.issue("watcher", "observer", NOW_S)
     with pytest.raises(JobError, match="rename the device"):
-        authority.read_request(signing_request(new_key(), "watcher"), "watcher")
+        authority.read_request(create_signing_request(new_key(), "watcher"), "watcher")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
@@ -154,7 +154,7 @@ def test_a_host_that_is_none_is_refused(authority: Authority, host: str) -> None
     """Also a star: no server of the fleet is any server."""
     with pytest.raises(JobError, match="neither a host's name"):
         authority.issue("broker", "server", NOW_S, hosts=[host])
-    assert authority.register.certificates() == []
+    assert authority.register.list_certificates() == []
 
 
 @pytest.mark.parametrize("url", [None, "http://site/crl.pem"])
@@ -163,13 +163,13 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
     authority = Authority.create(tmp_path / "ca", "site", NOW_S, url)
     old = authority.sign("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
     new = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
-    token = authority.register.make_token("orin-7", 60.0, NOW_S)
+    token = authority.register.create_token("orin-7", 60.0, NOW_S)
     assert [one.serial for one in authority.revoke("orin-7", NOW_S)] == [new.serial]
     crl = x509.load_pem_x509_crl((authority.folder / "crl.pem").read_bytes())
     assert crl.is_signature_valid(authority.cert.public_key())  # type: ignore[arg-type]
     assert [f"{one.serial_number:x}" for one in crl] == [new.serial] != [old.serial]
     assert crl.next_update_utc == authority.cert.not_valid_after_utc
-    assert "not known" in str(authority.register.take_token(token, "orin-7", "k", NOW_S))
+    assert "not known" in str(authority.register.redeem_token(token, "orin-7", "k", NOW_S))
     assert authority.crl_url == url
     assert len(crl.extensions) == (2 if url is None else 3)
     with pytest.raises(JobError, match="nothing was issued to 'orin-9'"):
@@ -181,7 +181,7 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
 
 def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) -> None:
     """Neither for an enrolled device nor for a board of another site; the same site may get another right."""
-    with authority.register.together():
+    with authority.register.transaction():
         authority.sign("cam-1", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):
         authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
@@ -198,7 +198,7 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) ->
 
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: Authority) -> None:
     authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
-    request = signing_request(new_key(), "cam-9")
+    request = create_signing_request(new_key(), "cam-9")
     with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
         authority.read_request(request, "cam-9")
     authority.revoke("plant", NOW_S)

@@ -33,7 +33,9 @@ class Site(Certified):
         self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
 
     def configure(self) -> None:
-        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+        broker_config.write_config(
+            self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out)
+        )
 
     def broker(self, name: str, kind: Any = "device", *, days_ago: float = 0.0, url: str | None = None) -> Broker:
         return super().broker(name, kind, url=url or self.url, days_ago=days_ago)
@@ -120,7 +122,7 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
     site: Site, stage: Any, stranger: Any
 ) -> None:
     """None, expired, a server's, a stranger's: each in a plain sentence that names the file."""
-    none = Broker.parse(site.url, ca=site.authority.folder / "ca.crt")
+    none = Broker.from_url(site.url, ca=site.authority.folder / "ca.crt")
     assert "wants a certificate of ours" in refusal(none, stage)
     expired = refusal(site.broker("dev-a", days_ago=400), stage)
     assert "dev-a.crt" in expired
@@ -128,7 +130,7 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
     assert "renew it" in expired
     assert "server.crt" in refusal(site.broker("server", kind="server"), stage)
     cert, key = stranger.issue("dev-c")
-    strange = Broker.parse(site.url, ca=site.authority.folder / "ca.crt", cert=cert, key=key)
+    strange = Broker.from_url(site.url, ca=site.authority.folder / "ca.crt", cert=cert, key=key)
     assert "signed by the broker's CA" in refusal(strange, stage)
 
 
@@ -140,7 +142,7 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     site = Site(tmp_path, mosquitto, crl_url)
     lost, kept = site.broker("dev-a"), site.broker("dev-b")
     first: MqttLink = stage.join(lost, "first")
-    first.connect(LIMIT_S)
+    first.wait_until_connected(LIMIT_S)
     site.authority.revoke("dev-a", clock_s())
     shutil.copy(site.authority.folder / "crl.pem", site.out / "crl.pem")
     site.mosquitto.reload()
@@ -179,7 +181,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
     out = tmp_path / "out"
 
     def written(hosts: list[str], at_s: float) -> bytes:
-        broker_config.write(authority, "mosquitto", hosts, out, at_s)
+        broker_config.write_config(authority, "mosquitto", hosts, out, at_s)
         return (out / "broker.crt").read_bytes()
 
     first = written(["broker.site"], 0.0)
@@ -198,7 +200,9 @@ def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, c
     """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
     authority = Authority.create(tmp_path / "ca", "site", clock_s(), crl_url)
     authority.issue("tower", "observer", clock_s())
-    said = broker_config.write(authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/")
+    said = broker_config.write_config(
+        authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/"
+    )
     conf, acl = ((tmp_path / "out" / name).read_text() for name in ("fedquilt.conf", "acl.conf"))
     for line in (
         "verify = verify_peer",
@@ -232,7 +236,7 @@ def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> No
     authority = Authority.create(tmp_path / "ca", "site", clock_s())
     for hosts, installed, match in ((["b"], "etc", "full path"), (["b"], '/a"b', "full path"), ([], None, "--host")):
         with pytest.raises(JobError, match=match):
-            broker_config.write(authority, "mosquitto", hosts, tmp_path / "out", clock_s(), installed=installed)
+            broker_config.write_config(authority, "mosquitto", hosts, tmp_path / "out", clock_s(), installed=installed)
     with pytest.raises(JobError, match="neither a host's name"):
-        broker_config.write(authority, "mosquitto", ["a b"], tmp_path / "out", clock_s())
+        broker_config.write_config(authority, "mosquitto", ["a b"], tmp_path / "out", clock_s())
     assert not (tmp_path / "out" / "fedquilt.conf").exists()

@@ -63,7 +63,7 @@ def agent_toml(folder: Path, **more: Any) -> Path:
     folder.mkdir()
     (folder / "ca.crt").write_bytes(Path("fedquilt-ca/ca.crt").read_bytes())
     table = {"device": "orin-7", "home": "home", "broker": {"url": "mqtts://127.0.0.1", **files}, **more}
-    (folder / "agent.toml").write_text(config.text(table))
+    (folder / "agent.toml").write_text(config.format_toml(table))
     return folder / "agent.toml"
 
 
@@ -173,10 +173,10 @@ def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     port = listening(endpoint)
 
     (folder / "job.toml").write_text(JOB.format(digits=DIGITS))
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
-    plan = agents.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "boards")
-    for table in plan.agents():
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    plan = agents.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "boards")
+    for table in plan.make_agent_tables():
         device = table["device"]
         files = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}
         more = {**table, "home": "home", "broker": {"url": url, **files}, "enrol": {"url": f"https://localhost:{port}"}}

@@ -13,10 +13,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.enrol import signing_request
+from fedquilt.edge_agent.enrol import create_signing_request
 from fedquilt.enrolment import Request
 from fedquilt.tools.identity.authority import DAY_S, Authority
-from fedquilt.tools.identity.desk import Desk, answer
+from fedquilt.tools.identity.desk import Desk, response_for
 from fedquilt.tools.identity.register import Issued, Register
 
 NOW_S = 1_800_000_000.0
@@ -31,10 +31,10 @@ class Office:
         self.desk = Desk(self.authority, days=90, clock=lambda: self.now_s)
 
     def token(self, pattern: str) -> str:
-        return self.authority.register.make_token(pattern, DAY_S, self.now_s)
+        return self.authority.register.create_token(pattern, DAY_S, self.now_s)
 
     def enrol(self, device: str, token: str | None, key: ec.EllipticCurvePrivateKey | None = None) -> Issued:
-        return self.desk.enrol(Request(device, signing_request(key or new_key(), device), token))
+        return self.desk.enrol_device(Request(device, create_signing_request(key or new_key(), device), token))
 
     def revoked(self) -> set[str]:
         crl = x509.load_pem_x509_crl((self.authority.folder / "crl.pem").read_bytes())
@@ -61,7 +61,7 @@ def test_a_token_serves_one_board_once(office: Office) -> None:
     for device in ("orin-7", "orin-8"):
         with pytest.raises(JobError, match="serves once"):
             office.enrol(device, token)
-    assert len(office.authority.register.certificates()) == 1
+    assert len(office.authority.register.list_certificates()) == 1
 
 
 def test_a_board_that_lost_the_answer_gets_the_same_certificate_again(office: Office) -> None:
@@ -84,7 +84,7 @@ def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: 
         with pytest.raises(JobError, match=said):
             office.enrol(device, given)
     with pytest.raises(JobError, match="no signing request"):
-        office.desk.enrol(Request("orin-7", "text", token))
+        office.desk.enrol_device(Request("orin-7", "text", token))
     assert office.enrol("orin-7", token).name == "orin-7"
 
 
@@ -119,13 +119,17 @@ def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Off
     """Before the last third the same one comes back; an answer that was lost comes again."""
     key = new_key()
     first = office.enrol("orin-7", office.token("orin-7"), key)
-    request = Request("orin-7", signing_request(key, "orin-7"))
+    request = Request("orin-7", create_signing_request(key, "orin-7"))
     office.now_s += 59 * DAY_S
-    assert office.desk.renew(request, first.serial) == first
+    assert office.desk.renew_certificate(request, first.serial) == first
     office.now_s += 2 * DAY_S
-    second = office.desk.renew(request, first.serial)
+    second = office.desk.renew_certificate(request, first.serial)
     assert second.ends_s == office.now_s + 90 * DAY_S
-    assert office.desk.renew(request, first.serial) == office.desk.renew(request, second.serial) == second
+    assert (
+        office.desk.renew_certificate(request, first.serial)
+        == office.desk.renew_certificate(request, second.serial)
+        == second
+    )
 
 
 def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(office: Office) -> None:
@@ -133,9 +137,9 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
     server, _ = office.authority.issue("broker", "server", NOW_S, hosts=["site"])
-    own = Request("orin-7", signing_request(key, "orin-7"))
-    other = Request("orin-8", signing_request(key, "orin-8"))
-    rekeyed = Request("orin-7", signing_request(new_key(), "orin-7"))
+    own = Request("orin-7", create_signing_request(key, "orin-7"))
+    other = Request("orin-8", create_signing_request(key, "orin-8"))
+    rekeyed = Request("orin-7", create_signing_request(new_key(), "orin-7"))
     for request, serial, said in (
         (own, None, "own certificate"),
         (own, "beef", "own certificate"),
@@ -144,14 +148,14 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
         (rekeyed, held.serial, "renews with the key it has"),
     ):
         with pytest.raises(JobError, match=said):
-            office.desk.renew(request, serial)
+            office.desk.renew_certificate(request, serial)
     office.now_s += 91 * DAY_S
     with pytest.raises(JobError, match="expired at 2027-04-15"):
-        office.desk.renew(own, held.serial)
+        office.desk.renew_certificate(own, held.serial)
     office.now_s = NOW_S
     office.authority.revoke("orin-7", NOW_S)
     with pytest.raises(JobError, match="was revoked at 2027-01-15"):
-        office.desk.renew(own, held.serial)
+        office.desk.renew_certificate(own, held.serial)
     with pytest.raises(JobError, match="this key of orin-7 was revoked"):
         office.enrol("orin-7", office.token("orin-7"), key)
     assert office.enrol("orin-7", office.token("orin-7")).revoked_s is None
@@ -159,10 +163,10 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
 
 def test_a_request_carried_by_hand_is_signed_for_the_device_that_the_operator_names(office: Office) -> None:
     """Naming it stands for a token; another's request is refused."""
-    csr = signing_request(new_key(), "orin-7")
+    csr = create_signing_request(new_key(), "orin-7")
     with pytest.raises(JobError, match="not for orin-8"):
-        office.desk.sign(csr, "orin-8")
-    assert office.desk.sign(csr, "orin-7").kind == "device"
+        office.desk.sign_request(csr, "orin-8")
+    assert office.desk.sign_request(csr, "orin-7").kind == "device"
 
 
 def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +174,7 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
     token = office.token("orin-7")
     with caplog.at_level(logging.DEBUG):
         office.enrol("orin-7", token)
-        status, said = answer(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
+        status, said = response_for(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
     assert (status, said.certificate) == (403, None)
     assert "serves once" in said.reason
     assert "enrolled orin-7" in caplog.text
@@ -188,7 +192,7 @@ with sqlite3.connect(sys.argv[1], isolation_level=None, timeout=0.1) as db:
 def test_a_register_opened_twice_in_a_process_is_still_locked_for_others(office: Office) -> None:
     """Whoever closes a file ends all locks of its process on it, SQLite's too."""
     path = office.authority.folder / "register.db"
-    with office.authority.register.together():
+    with office.authority.register.transaction():
         Register(path).close()
         tried = subprocess.run([sys.executable, "-c", WRITES, path], capture_output=True, text=True)
     assert "database is locked" in tried.stderr

@@ -53,10 +53,10 @@ class Site:
             "broker": {"url": "mqtts://localhost", **files},
             "enrol": {"url": url or f"https://localhost:{self.endpoint.port}"},
         }
-        return settings.parse(table)
+        return settings.parse_settings(table)
 
     def token(self, pattern: str) -> str:
-        return self.authority.register.make_token(pattern, DAY_S, clock_s())
+        return self.authority.register.create_token(pattern, DAY_S, clock_s())
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def serial(board: settings.AgentSettings) -> int:
 def test_a_board_enrols_once_renews_when_due_and_is_otherwise_left_alone(site: Site) -> None:
     """The key is made on the board, mode 0600; the token is gone; a renewal keeps the key."""
     board = site.board("orin-7", site.token("orin-*"))
-    files = enrol.paths(board)
+    files = enrol.paths_from_settings(board)
     assert "orin-7 is enrolled, until" in enrol.enrol(board, now())
     assert files.key.stat().st_mode & 0o777 == 0o600
     assert not files.token.exists()
@@ -114,7 +114,7 @@ def test_a_refusal_is_the_endpoints_sentence_and_the_token_stays(site: Site) -> 
     thief = site.board("orin-8", token)
     with pytest.raises(JobError, match="refuses orin-8: this token is for orin-7"):
         enrol.enrol(thief, now())
-    assert enrol.paths(thief).token.exists()
+    assert enrol.paths_from_settings(thief).token.exists()
     again = site.board("orin-7", "guess")
     assert "is enrolled" in enrol.enrol(again, now())
 
@@ -132,10 +132,10 @@ def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(
     """By its own clock it would be due only; the endpoint's OpenSSL knows better."""
     board = site.board("orin-7", site.token("orin-7"))
     enrol.enrol(board, now())
-    files = enrol.paths(board)
-    held = site.authority.register.certificates("orin-7")[-1]
-    key = enrol.own_key(files).public_key()
-    with site.authority.register.together():
+    files = enrol.paths_from_settings(board)
+    held = site.authority.register.list_certificates("orin-7")[-1]
+    key = enrol.load_or_create_key(files).public_key()
+    with site.authority.register.transaction():
         gone = site.authority.sign("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
     assert gone.ends_s < held.ends_s
     files.cert.write_text(gone.pem)

@@ -23,7 +23,7 @@ from fedquilt.coordinator.exposed import Exposed
 from fedquilt.tools import metrics as tool
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-OURS = {each.name + ("_total" if each.kind == "counter" else "") for each in Exposed(list).families()} | {
+OURS = {each.name + ("_total" if each.kind == "counter" else "") for each in Exposed(list).metric_families()} | {
     "process_cpu_seconds_total",
     "process_resident_memory_bytes",
 }
@@ -62,7 +62,7 @@ def test_files_are_written_for_a_place(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt install prometheus")
 def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
     """As its own tool says; and the alert of a board that is away goes off after its time, and no sooner."""
-    tool.write(tmp_path, "127.0.0.1:9464")
+    tool.write_monitoring_files(tmp_path, "127.0.0.1:9464")
     (tmp_path / "test.yml").write_text(
         "rule_files: [alerts.yml]\nevaluation_interval: 1m\ntests:\n  - interval: 1m\n    input_series:\n"
         "      - {series: 'fedquilt_board_online{device=\"a\"}', values: '1 0x10'}\n"
@@ -112,8 +112,8 @@ def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path:
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     boards = [(Board("a", online=True), None), (Board("b"), None)]
     counts = Exposed(lambda: boards)
-    with open_metrics.serve_metrics("127.0.0.1:0", counts.families) as place:
-        tool.write(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
+    with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
+        tool.write_monitoring_files(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
         path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for
         path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")
         with prometheus(tmp_path) as api:

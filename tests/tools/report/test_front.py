@@ -11,21 +11,21 @@ import pytest
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 from fedquilt.methods.fedstitch import METHOD, Params
-from fedquilt.testing.toys import SMALL, build, members, play
+from fedquilt.testing.toys import SMALL, build_donors, image_members, run_method
 from fedquilt.tools import demo, report
 from fedquilt.tools.report import front
 from fedquilt.tools.simulation import agents
 
 
 def candidates(**params: Any) -> list[dict[str, Any]]:
-    bundle, runner = build()
-    last = play("fedstitch", bundle, members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
+    bundle, runner = build_donors()
+    last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
     return list(METHOD.result(last).meta["search"])
 
 
 def chosen(**params: Any) -> dict[str, Any]:
-    bundle, runner = build()
-    last = play("fedstitch", bundle, members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
+    bundle, runner = build_donors()
+    last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
     found = METHOD.result(last).meta
     return next(each for each in found["search"] if each["taps"] == found["taps"])
 
@@ -47,7 +47,7 @@ def test_a_price_makes_the_job_choose_a_cheaper_network() -> None:
     assert dear["accuracy"] == max(each["accuracy"] for each in every)
     assert cheap["flops"] == min(each["flops"] for each in every) < dear["flops"]
     assert chosen(price_ms=1e9, board="jetson-tx2")["read_bytes"] <= dear["read_bytes"]
-    bundle, _ = build()
+    bundle, _ = build_donors()
     with pytest.raises(JobError, match="say of which board"):
         METHOD.init(bundle, Params(price_ms=1.0), 0)
     with pytest.raises(JobError, match="jetson-tx9"):
@@ -59,7 +59,7 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("onnxruntime")
     from fedquilt.coordinator import settings
 
-    job = settings.parse(
+    job = settings.parse_job(
         {
             "name": "small",
             "method": "fedstitch",
@@ -69,11 +69,11 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
             "data": {"path": str(demo.HERE / "digits.npz"), "partition": "iid", "limit": 240},
         }
     )
-    run, status = agents.virtually(agents.Plan(job, demo.HERE / "bundle", tmp_path / "home"))
+    run, status = agents.run_fleet_virtually(agents.Plan(job, demo.HERE / "bundle", tmp_path / "home"))
     assert status == "done"
     capsys.readouterr()
     with Store(tmp_path / "home") as store:
-        found = front.candidates(store, run)
+        found = front.load_candidates(store, run)
         page = report.main(store, run, tmp_path / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
@@ -93,7 +93,9 @@ def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     fleet = {"devices": 2, "boards": ["jetson-tx2"]}
     found = candidates()
-    printed = front.lines(found, settings.parse({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet}))
+    printed = front.format_table(
+        found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
+    )
     assert max(len(line) for line in printed[: len(found) + 1]) <= 80
     assert all(word in printed[0] for word in ("accuracy", "front", "MFLOP", "ms, jetson-tx2"))
     assert len(printed) == 2 * len(found) + 2

@@ -39,9 +39,9 @@ def hand() -> Counts:
 
 def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
     """The very shares of `fedquilt fleet`, seed and all."""
-    parsed = settings.load(job(tmp_path))
-    counts = partition.of_job(parsed)
-    members, _ = agents.Plan(parsed, tmp_path, tmp_path).members()
+    parsed = settings.load_job(job(tmp_path))
+    counts = partition.count_examples(parsed)
+    members, _ = agents.Plan(parsed, tmp_path, tmp_path).load_devices()
     assert counts.devices == tuple(member.device for member in members)
     for own, train, held in zip(members, counts.train, counts.held, strict=True):
         assert np.bincount(own.train.y, minlength=10).tolist() == train.tolist()
@@ -50,7 +50,7 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
 
 def test_a_dot_has_the_area_of_its_count() -> None:
     """9 of the largest dot, so 1 has a third of its radius; nothing is drawn where there is nothing."""
-    drawn = ElementTree.fromstring(partition.svg(hand(), "two <devices>"))
+    drawn = ElementTree.fromstring(partition.draw_counts(hand(), "two <devices>"))
     dots: dict[str, list[float]] = {}
     for group in drawn.iter(f"{SVG}g"):
         told = group.findtext(f"{SVG}title", "")
@@ -82,7 +82,7 @@ def test_everything_drawn_lies_in_the_picture(devices: int, classes: int) -> Non
     held = rng.integers(1, 5, (devices, classes))
     names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
     counts = Counts(names, tuple(map(str, range(classes))), held * 4, held)
-    drawn = ElementTree.fromstring(partition.svg(counts))
+    drawn = ElementTree.fromstring(partition.draw_counts(counts))
     width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
     paths = [path for path in drawn.iter(f"{SVG}path") if "fill: none" not in path.get("style", "")]
     assert len(paths) >= 2 * devices
@@ -100,14 +100,14 @@ def test_everything_drawn_lies_in_the_picture(devices: int, classes: int) -> Non
 
 def test_the_table_for_people_counts_devices_and_classes() -> None:
     """Held-out examples are among those of a class; a point is none; many classes are summed up."""
-    assert partition.lines(hand()) == [
+    assert partition.format_counts(hand()) == [
         "device  examples  held out  cat  dog  <owl>",
         "a             10         1    9    1      .",
         "b&c            7         1    .    3      4",
         "2 devices with 7 to 10 examples, 17 in all, of 3 classes; 2 are held out",
     ]
     wide = Counts(("a",), tuple(map(str, range(40))), np.eye(1, 40, 7, dtype=int) * 3 + 1, np.zeros((1, 40), int))
-    assert partition.lines(wide)[:2] == [
+    assert partition.format_counts(wide)[:2] == [
         "device  examples  held out  classes  largest class",
         "a             43         0       40         7 (9%)",
     ]
@@ -133,10 +133,10 @@ def test_the_command_draws_prints_and_is_read_by_programs(tmp_path: Path, capsys
 
 def test_a_job_names_its_classes(tmp_path: Path) -> None:
     """Where it lists labels, enough of them."""
-    parsed = msgspec.structs.replace(settings.load(job(tmp_path)), labels=tuple("abcdefghij"))
-    assert partition.of_job(parsed).classes == tuple("abcdefghij")
+    parsed = msgspec.structs.replace(settings.load_job(job(tmp_path)), labels=tuple("abcdefghij"))
+    assert partition.count_examples(parsed).classes == tuple("abcdefghij")
     short = msgspec.structs.replace(parsed, labels=("a",))
-    assert partition.of_job(short).classes[:2] == ("0", "1")
+    assert partition.count_examples(short).classes[:2] == ("0", "1")
 
 
 def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((8, 2)), y=np.arange(8) % 2)
     listed = 'sources = [{ path = "a.npz", labels_from = 0 }, { path = "b.npz", labels_from = 2 }]'
     file = job(tmp_path, 'partition = "iid"\ngroups = "source"\n', listed)
-    counts = partition.of_job(settings.load(file))
+    counts = partition.count_examples(settings.load_job(file))
     assert ((counts.train + counts.held) > 0).tolist() == [[True, True, False, False]] * 2 + [
         [False, False, True, True]
     ] * 2
@@ -176,7 +176,7 @@ def test_a_job_without_data_is_told(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('name = "none"\nmethod = "fedavg"\n')
     with pytest.raises(JobError, match=r"\[data\] table"):
-        partition.of_job(settings.load(file))
+        partition.count_examples(settings.load_job(file))
 
 
 def test_labels_alone_are_read(tmp_path: Path) -> None:
@@ -187,6 +187,6 @@ def test_labels_alone_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(payload)
     spec = DataSpec(str(tmp_path / "a.npz"), partition="iid", shares=5)
     with pytest.raises(DataError, match="Bad CRC-32"):
-        data.examples.load(spec)
-    train, held = data.examples.label_counts(spec)
+        data.examples.load_share(spec)
+    train, held = data.examples.count_labels(spec)
     assert (train + held).sum(axis=0).tolist() == [10] * 4

@@ -97,9 +97,9 @@ FACTS: list[AnyFact] = [
 
 
 def run_of(store: Store, facts: list[AnyFact], **changes: object) -> str:
-    run = store.add(settings.parse({"name": "leaves", "method": "fedavg", "rounds": 1, **changes}), store.home)
+    run = store.add_job(settings.parse_job({"name": "leaves", "method": "fedavg", "rounds": 1, **changes}), store.home)
     for fact in facts:
-        store.append(run, fact)
+        store.append_event(run, fact)
     store.set_status(run, "done")
     return run
 
@@ -158,7 +158,7 @@ def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
     shown = html.unescape(text[text.rindex("<pre>") + 5 : text.rindex("</pre>")])
     wanted = {"name": "leaves", "method": "fedavg", "rounds": 1, "params": {"lr": 0.5}, "check": {"every": 1}}
     assert tomllib.loads(shown) == {**wanted, "labels": ["<a>", "b"]}
-    assert settings.parse(tomllib.loads(shown)) == settings.parse({**wanted, "labels": ["<a>", "b"]})
+    assert settings.parse_job(tomllib.loads(shown)) == settings.parse_job({**wanted, "labels": ["<a>", "b"]})
 
 
 def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_large_fleet_is_drawn_in_part_and_told_in_whole(tmp_path: Path) -> Non
 def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> None:
     """Three in round 0, two of whom were not asked; each says why when pointed at."""
     with Store(tmp_path) as store:
-        found = report.gather(store, run_of(store, FACTS))
-    drawn = matrix.matrix(found.parts)
+        found = report.load_run_data(store, run_of(store, FACTS))
+    drawn = matrix.make_matrix(found.parts)
     cells = {name: list(row) for name, row in drawn.rows}
     assert cells["a"][0] == ("answered", "round 0, a: update received")
     assert cells["b"] == [
@@ -256,8 +256,8 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
 ) -> None:
     """By the commands: a simulated fleet on the digits, evaluated, reported."""
     network = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
-    first = tensors.encode(numpy_engine.init(network, seed=0))
-    bundle.write(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
+    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
     table = {
         "name": "digits",
         "method": "fedavg",
@@ -268,15 +268,15 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
         "fleet": {"devices": 3, "boards": ["jetson-nano"]},
         "data": {"path": str(DIGITS), "partition": "iid"},
     }
-    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
-    agents.virtually(plan)
+    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    agents.run_fleet_virtually(plan)
     home = ["--home", str(plan.home)]
     assert main(["evaluate", "digits", *home]) == 0
     assert main(["report", "digits", *home, "--out", str(tmp_path / "page.html")]) == 0
     page = Page((tmp_path / "page.html").read_text())
     shown = " ".join(page.shown)
     with Store(plan.home) as store:
-        (score,) = scores.read(store.home, store.job("digits")).scores
+        (score,) = scores.read_scores(store.home, store.find_job("digits")).scores
     assert f"{100 * score.value:.1f} %" in shown
     assert "accuracy on the test set" in shown
     assert "jetson-nano-02" in shown
@@ -301,7 +301,7 @@ def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others
     def picture(*devices: str) -> str:
         with Store(tmp_path) as store:
             facts: list[AnyFact] = [Started(BLOB), Surveyed(0, devices), Asked(0, 0, devices)]
-            return report.gather(store, run_of(store, facts, **changes)).partition
+            return report.load_run_data(store, run_of(store, facts, **changes)).partition
 
     two = picture("jetson-nano-00", "jetson-nano-01")
     assert "jetson-nano-01" in two

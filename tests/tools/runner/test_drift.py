@@ -11,7 +11,14 @@ pytest.importorskip("onnxruntime")  # the runner's package needs it
 import documents
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.runner.drift import Drift, Reference, chi_squared, distance, numbers, place
+from fedquilt.tools.runner.drift import (
+    Drift,
+    Reference,
+    chi_squared_quantile,
+    compute_excess_distance,
+    compute_features,
+    find_bin,
+)
 
 SEEDS = range(20)
 EVERY = 25  # examples between two looks
@@ -35,9 +42,9 @@ def scene(
 
 
 def seen(drift: Drift, x: np.ndarray, scores: np.ndarray) -> float | None:
-    names, values = numbers(x, scores)
-    drift.add(names, values, scores.argmax(axis=1).tolist())
-    return drift.score()
+    names, values = compute_features(x, scores)
+    drift.add_examples(names, values, scores.argmax(axis=1).tolist())
+    return drift.compute_score()
 
 
 def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
@@ -59,7 +66,7 @@ def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
     path = documents.data() / name
     if not path.exists():
         pytest.skip(f"no {path}: FEDQUILT_TEST_DATA names another folder")
-    held = examples.load_all(DataSpec(path=str(path)))
+    held = examples.load_split(DataSpec(path=str(path)))
     x = np.moveaxis(held.x.reshape(*held.x.shape[:3], -1), 3, 1)  # (n, channels, height, width)
     known, x = x[:2000].reshape(2000, -1) / 255, x[2000:]
     means = np.stack([known[held.y[:2000] == label].mean(axis=0) for label in range(10)])
@@ -91,12 +98,12 @@ def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by
         rng, drift = np.random.default_rng(seed), Drift()
         for _ in range(40):
             seen(drift, *scene(rng, EVERY))
-        assert drift.score() == 0.0
+        assert drift.compute_score() == 0.0
         for _ in range(20):
             score = seen(drift, *scene(rng, EVERY, **shift))
         assert score is not None
         assert score > least, seed
-        moved = drift.distances()
+        moved = drift.compute_distances()
         assert all(moved[name] > 0 for name in by), moved
 
 
@@ -126,16 +133,16 @@ def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
 def test_small_samples_need_larger_distances() -> None:
     """Shares that differ alike are drift of about sqrt(0.3^2 / (8 ln 2)) in 10,000 examples, and chance in 40."""
     before, now = [100.0] * 10, [1.3, 0.7] * 5
-    assert distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
-    assert distance([each * 100 for each in before], [each * 1000 for each in now], 1.0, 10_000) == pytest.approx(
-        0.127, abs=0.003
-    )
-    assert distance([0.0, 100.0], [100.0, 0.0], 1.0, 100) == 1.0
+    assert compute_excess_distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
+    assert compute_excess_distance(
+        [each * 100 for each in before], [each * 1000 for each in now], 1.0, 10_000
+    ) == pytest.approx(0.127, abs=0.003)
+    assert compute_excess_distance([0.0, 100.0], [100.0, 0.0], 1.0, 100) == 1.0
 
 
 def test_values_that_are_all_equal_are_left_by_any_other() -> None:
     """Values that are exactly an edge have a bin of their own."""
-    assert [place((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
+    assert [find_bin((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
     drift, scores = Drift(size=100), np.tile([[0.0, 1.0]], (100, 1))
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) == 0.0
@@ -150,22 +157,22 @@ def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
     assert drift.reference is not None
     kept = msgspec.json.decode(msgspec.json.encode(drift.reference), type=Reference)
     assert kept == drift.reference
-    assert kept.whole
+    assert kept.is_consistent
     assert sum(map(len, kept.counts)) == 19 * len(kept.names)
     again = Drift(kept)
     assert seen(again, *scene(rng, 500)) == 0.0
-    assert not msgspec.structs.replace(kept, counts=kept.counts[:1]).whole
+    assert not msgspec.structs.replace(kept, counts=kept.counts[:1]).is_consistent
 
 
 def test_rows_and_series_have_numbers_too() -> None:
     """Each value of a short row, mean and deviation of a long one, channels of a series."""
     scores = np.zeros((3, 2))
-    assert numbers(np.zeros((3, 2)), scores)[0] == ("value 0", "value 1", "confidence", "entropy")
-    assert numbers(np.zeros((3, 64)), scores)[0] == ("mean", "deviation", "grain", "confidence", "entropy")
-    assert numbers(np.zeros((3, 9, 1)), scores)[0] == ("mean 0", "deviation 0", "confidence", "entropy")
+    assert compute_features(np.zeros((3, 2)), scores)[0] == ("value 0", "value 1", "confidence", "entropy")
+    assert compute_features(np.zeros((3, 64)), scores)[0] == ("mean", "deviation", "grain", "confidence", "entropy")
+    assert compute_features(np.zeros((3, 9, 1)), scores)[0] == ("mean 0", "deviation 0", "confidence", "entropy")
 
 
 def test_the_chi_squared_quantile_is_that_of_tables() -> None:
     """0.1 % of 9 degrees: 27.88; 5 % of 1: 3.84."""
-    assert chi_squared(9, 0.001) == pytest.approx(27.88, rel=0.01)
-    assert chi_squared(1, 0.05) == pytest.approx(3.84, rel=0.03)
+    assert chi_squared_quantile(9, 0.001) == pytest.approx(27.88, rel=0.01)
+    assert chi_squared_quantile(1, 0.05) == pytest.approx(3.84, rel=0.03)

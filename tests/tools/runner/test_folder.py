@@ -28,26 +28,26 @@ def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) 
     folder = Folder(running.service, place, lambda line: lines.append(json.loads(line)), clock)
     (place / "a.npy").write_bytes(npy(classifiers.image(250)))
     (place / "notes.txt").write_text("no image")
-    folder.step()
-    folder.step()
+    folder.classify_new()
+    folder.classify_new()
     assert [(each["file"], each["name"]) for each in lines] == [("a.npy", "day")]
     half = place / "b.png"
     half.write_bytes(png(4, 4)[:40])
     clock.now = half.stat().st_mtime
-    folder.step()
+    folder.classify_new()
     assert len(lines) == 1
     half.write_bytes(png(4, 4))
-    folder.step()
+    folder.classify_new()
     assert lines[-1]["file"] == "b.png"
     assert lines[-1]["name"] == "night"
     (place / "c.png").write_bytes(b"no image")
     clock.now = time.time() + 100
-    folder.step()
-    folder.step()
+    folder.classify_new()
+    folder.classify_new()
     assert len(lines) == 3
     assert "no PNG, JPEG, WebP or TIFF" in lines[-1]["error"]
     os.replace(place / "a.npy", place / "d.npy")
-    folder.step()
+    folder.classify_new()
     assert lines[-1]["file"] == "d.npy"
     with pytest.raises(DataError, match="is no folder"):
         Folder(running.service, tmp_path / "absent", print)

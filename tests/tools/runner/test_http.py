@@ -163,7 +163,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
     service = Service(Models(models, threads=1))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
     network = service._models.now.network
-    scores = network.scores
+    scores = network.compute_scores
 
     def slowly(x: np.ndarray) -> np.ndarray:
         begun.set()
@@ -174,7 +174,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
         with urllib.request.urlopen(f"{url}v1/classify", npy(classifiers.image(250))) as answer:
             told.append(answer.status)
 
-    network.scores = slowly  # type: ignore[method-assign]
+    network.compute_scores = slowly  # type: ignore[method-assign]
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
     with runner._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
         thread = threading.Thread(target=ask, args=(url,))

@@ -27,20 +27,20 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     running.service._clock = clock
     running.client.post(npy(classifiers.image(250)))
     running.client.post(b"garbage")
-    running.service.step()
+    running.service.write_if_due()
     told = json.loads((models / "served.json").read_text())
     assert told.keys() == {"at", "model", "served", "failed", "latency_s", "drift", "accuracy", "labelled"}
     assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 1, None, None, 1e6)
     assert told["latency_s"] > 0
     running.client.post(npy(classifiers.image(250)))
     clock.now += services.OFTEN_S / 2
-    running.service.step()
+    running.service.write_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 1
     clock.now += services.OFTEN_S
-    running.service.step()
+    running.service.write_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 2
     clock.now += services.SELDOM_S + 1
-    running.service.step()
+    running.service.write_if_due()
     assert json.loads((models / "served.json").read_text())["at"] == clock.now  # the agent sees that it lives
 
 
@@ -50,71 +50,71 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
 
     def ask(service: Service, low: int, high: int, count: int) -> None:
         for level in rng.integers(low, high, count):
-            service.stored(classifiers.image(int(level))[None])
+            service.classify_stored(classifiers.image(int(level))[None])
 
     ask(running.service, 40, 120, 200)
-    assert running.service.standing()["drift"] == 0.0
+    assert running.service.make_status()["drift"] == 0.0
     ask(running.service, 120, 200, 100)
-    drifted = running.service.standing()["drift"]
+    drifted = running.service.make_status()["drift"]
     assert drifted > 0.5
-    running.service.write()
+    running.service.write_status()
     assert json.loads((models / "served.json").read_text())["drift"] == drifted
     again = Service(Models(models, threads=1), models, size=100)
     ask(again, 120, 200, 100)
-    assert again.standing()["drift"] > 0.5
-    assert again.health()["moved"].keys() >= {"mean 0", "class"}
+    assert again.make_status()["drift"] > 0.5
+    assert again.make_health()["moved"].keys() >= {"mean 0", "class"}
     ask(again, 40, 120, 600)
-    assert again.standing()["drift"] == 0.0
+    assert again.make_status()["drift"] == 0.0
     assert {path.name for path in models.iterdir()} == {"a", "b", "current", "served.json", "reference.json"}
     (models / "reference.json").write_bytes(b'{"damaged')
-    assert Service(Models(models, threads=1), models).standing()["drift"] is None
+    assert Service(Models(models, threads=1), models).make_status()["drift"] is None
 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
     """Inputs are compared with the first ones of the same model, also where another was in use between."""
     for level in range(200):
-        running.service.stored(classifiers.image(level % 80)[None])
-    assert running.service.standing()["drift"] == 0.0
-    running.service.write()
+        running.service.classify_stored(classifiers.image(level % 80)[None])
+    assert running.service.make_status()["drift"] == 0.0
+    running.service.write_status()
     classifiers.lead(models, "b")
-    assert running.models.look()
+    assert running.models.reload_if_changed()
     for _ in range(100):
-        running.service.stored(classifiers.image(250)[None])
-    assert running.service.standing()["drift"] is None
-    running.service.write()
+        running.service.classify_stored(classifiers.image(250)[None])
+    assert running.service.make_status()["drift"] is None
+    running.service.write_status()
     classifiers.lead(models, "a")
-    assert running.models.look()
+    assert running.models.reload_if_changed()
     for _ in range(100):
-        running.service.stored(classifiers.image(250)[None])
-    assert running.service.standing()["drift"] > 0.9
+        running.service.classify_stored(classifiers.image(250)[None])
+    assert running.service.make_status()["drift"] > 0.9
 
 
 def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(running: Running, models: Path) -> None:
     """Drift, accuracy and labels of the model before are not told as the new one's, by `health` or to the agent."""
     x = np.stack([classifiers.image(level % 80) for level in range(200)])
     running.client.post(npz(x=x, y=np.ones(200, int)))
-    told = running.service.standing()
+    told = running.service.make_status()
     assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 0.0, 200)
     classifiers.lead(models, "b")
-    assert running.models.look()
-    running.service.write()
+    assert running.models.reload_if_changed()
+    running.service.write_status()
     told = json.loads((models / "served.json").read_text())
     assert told["model"] == digest(models / "b" / "model.onnx")
     assert (told["drift"], told["accuracy"], told["labelled"], told["served"]) == (None, None, 0, 200)
-    health = running.service.health()
+    health = running.service.make_health()
     assert (health["accuracy"], health["swaps"]) == (None, 1)
 
 
 def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: Path) -> None:
     """Between an exchange and the first answer nothing is known of the new one."""
     for _ in range(250):
-        answer = running.service.stored(classifiers.image(250)[None])[0]
-        running.service.label(answer.id, answer.number)
-    told = running.service.standing()
+        answer = running.service.classify_stored(classifiers.image(250)[None])[0]
+        running.service.record_label(answer.id, answer.number)
+    told = running.service.make_status()
     assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 1.0, 250)
     classifiers.lead(models, "b")
-    assert running.models.look()
-    told = running.service.standing()
+    assert running.models.reload_if_changed()
+    told = running.service.make_status()
     assert told["model"] == running.models.now.sha256
     assert (told["drift"], told["accuracy"], told["labelled"]) == (None, None, 0)
 
@@ -132,46 +132,46 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
     status, said = running.client.ask("POST", "/v1/label", label)
     assert status == 404
     assert "waits for its label" in said["error"]
-    assert running.service.standing()["accuracy"] == 0.75
-    assert running.service.standing()["labelled"] == 20
+    assert running.service.make_status()["accuracy"] == 0.75
+    assert running.service.make_status()["labelled"] == 20
 
 
 def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Path) -> None:
     """Also where the model in use has the same names in another order, or others."""
-    first, second = running.service.stored(np.stack([classifiers.image(250)] * 2))
+    first, second = running.service.classify_stored(np.stack([classifiers.image(250)] * 2))
     classifiers.written(models / "b" / "model.onnx", labels=("day", "dusk"))
     classifiers.lead(models, "b")
-    assert running.models.look()
+    assert running.models.reload_if_changed()
     assert first.name == "day"
-    assert running.service.label(first.id, "day")
+    assert running.service.record_label(first.id, "day")
     with pytest.raises(DataError, match="there is no label 'dusk'; there are night, day"):
-        running.service.label(second.id, "dusk")
-    assert not running.service.label(second.id, "night")
+        running.service.record_label(second.id, "dusk")
+    assert not running.service.record_label(second.id, "night")
 
 
 def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models: Path) -> None:
     """A reference with the bins of one number too few is made anew by the next answers."""
     x = np.stack([classifiers.image(level % 80) for level in range(100)])
-    running.service.stored(x)
-    running.service.write()
+    running.service.classify_stored(x)
+    running.service.write_status()
     kept = json.loads((models / "reference.json").read_text())
     for each in kept.values():
         each["counts"].pop()
     (models / "reference.json").write_text(json.dumps(kept))
     again = Service(Models(models, threads=1), models, size=100)
-    again.stored(x)
-    assert again.standing()["drift"] is None
-    again.stored(x)
-    assert again.standing()["drift"] == 0.0
+    again.classify_stored(x)
+    assert again.make_status()["drift"] is None
+    again.classify_stored(x)
+    assert again.make_status()["drift"] == 0.0
 
 
 def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four answers the latest three may be labelled."""
     monkeypatch.setattr(services, "AWAITED_MOST", 3)
-    first, *others = running.service.stored(np.stack([classifiers.image(250)] * 4))
+    first, *others = running.service.classify_stored(np.stack([classifiers.image(250)] * 4))
     with pytest.raises(services.UnknownAnswerError, match="or more than 3 came after it"):
-        running.service.label(first.id, 1)
-    assert all(running.service.label(each.id, 1) for each in others)
+        running.service.record_label(first.id, 1)
+    assert all(running.service.record_label(each.id, 1) for each in others)
 
 
 def test_references_of_the_latest_models_alone_are_kept(
@@ -181,9 +181,9 @@ def test_references_of_the_latest_models_alone_are_kept(
     monkeypatch.setattr(services, "REFERENCES_MOST", 1)
     for name in ("a", "b"):
         classifiers.lead(models, name)
-        running.models.look()
-        running.service.stored(np.stack([classifiers.image(level % 80) for level in range(100)]))
-        running.service.write()
+        running.models.reload_if_changed()
+        running.service.classify_stored(np.stack([classifiers.image(level % 80) for level in range(100)]))
+        running.service.write_status()
         kept = json.loads((models / "reference.json").read_text())
         assert kept.keys() == {digest(models / name / "model.onnx")}
 
@@ -194,7 +194,7 @@ def test_an_npz_is_answered_example_by_example(running: Running) -> None:
     status, told = running.client.post(npz(x=x, y=np.array([0, 1] * 20)))
     assert status == 200
     assert [each["name"] for each in told["answers"]] == ["night", "day"] * 20
-    assert running.service.standing()["accuracy"] == 1.0
+    assert running.service.make_status()["accuracy"] == 1.0
 
 
 def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, models: Path, monkeypatch: Any) -> None:
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, model
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(services.REAL, "put", full)
-    running.service.step()
-    assert "No space left on device" in running.service.health()["trouble"]
+    monkeypatch.setattr(services.REAL, "write_atomically", full)
+    running.service.write_if_due()
+    assert "No space left on device" in running.service.make_health()["trouble"]
     assert running.client.post(npy(classifiers.image(1)))[0] == 200

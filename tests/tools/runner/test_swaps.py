@@ -47,7 +47,7 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
         while not ended.is_set():
             before = running.models.now.sha256
             classifiers.lead(models, "b" if os.readlink(models / "current") == "a" else "a")
-            assert running.models.look()
+            assert running.models.reload_if_changed()
             assert running.models.now.sha256 != before
             seen = running.service.served
             until(lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps")
@@ -74,26 +74,26 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
     assert {model for model, _, _ in every} == set(right)
     assert all(right[model][which] == told for model, which, told in every)
     assert running.service.swaps >= 5
-    assert running.service.health()["failed"] == 0
+    assert running.service.make_health()["failed"] == 0
 
 
 def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
     """An answer that is under way while the model is exchanged names the model that it began with."""
     old, network = running.models.now, running.models.now.network
     begun, go_on, told = threading.Event(), threading.Event(), []
-    scores = network.scores
+    scores = network.compute_scores
 
     def slowly(x: np.ndarray) -> np.ndarray:
         begun.set()
         go_on.wait()
         return scores(x)
 
-    network.scores = slowly  # type: ignore[method-assign]
+    network.compute_scores = slowly  # type: ignore[method-assign]
     thread = threading.Thread(target=lambda: told.append(running.connect().post(npy(classifiers.image(250)))))
     thread.start()
     begun.wait()
     classifiers.lead(models, "b")
-    assert running.models.look()
+    assert running.models.reload_if_changed()
     go_on.set()
     thread.join()
     ((status, answer),) = told
@@ -113,7 +113,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
         (models / "c" / "model.onnx").symlink_to("nowhere")
     old = running.models.now.sha256
     classifiers.lead(models, "c")
-    assert not running.models.look()
+    assert not running.models.reload_if_changed()
     status, health = running.client.ask("GET", "/v1/health")
     assert status == 200
     assert health["model"] == old
@@ -122,7 +122,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     assert expected.get(what, "there is no model") in health["trouble"]
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
     classifiers.lead(models, "b")
-    assert running.models.look()
+    assert running.models.reload_if_changed()
     assert running.client.ask("GET", "/v1/health")[1]["trouble"] == ""
 
 
@@ -134,12 +134,12 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     (models / "c" / "model.onnx").write_bytes(b"x")
     classifiers.lead(models, "c")
     tried: list[Path] = []
-    found._load, load = lambda path: (tried.append(path), load(path))[1], found._load  # type: ignore[method-assign]
+    found._load_model, load = lambda path: (tried.append(path), load(path))[1], found._load_model  # type: ignore[method-assign]
     for _ in range(5):
-        assert not found.look()
+        assert not found.reload_if_changed()
     assert len(tried) == 1
     clock.now += AGAIN_S + 1
-    assert not found.look()
+    assert not found.reload_if_changed()
     assert len(tried) == 2
 
 
@@ -150,7 +150,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
         os.utime(path, (0, 0))
         return "00"
 
-    monkeypatch.setattr(REAL, "digest", late)
+    monkeypatch.setattr(REAL, "hash_file", late)
     with pytest.raises(ModelError, match=r"model\.onnx was changed while it was read"):
         Models(models, threads=1)
 
@@ -161,6 +161,6 @@ def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     assert Models(path, threads=1).now.sha256 == Models(models / "a", threads=1).now.sha256 == digest(path)
     found = Models(path, threads=1)
     os.replace(models / "b" / "model.onnx", path)
-    assert found.look()
+    assert found.reload_if_changed()
     with pytest.raises(ModelError, match=r"there is no model .*/nothing: `fedquilt deploy` puts one there"):
         Models(models / "nothing")

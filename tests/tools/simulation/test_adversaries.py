@@ -16,7 +16,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered
 from fedquilt.core import Answer, Contribution, Examples, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, play, toy_bundle
+from fedquilt.testing.toys import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import adversaries, agents, carriers, run
@@ -54,10 +54,10 @@ def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[s
     seen: dict[str, Mapping[str, np.ndarray]] = {}
     labels: dict[str, np.ndarray] = {}
     drawn: set[str] = set()
-    play(
+    run_method(
         "fedavg",
         toy_bundle({"name": "x", "classes": 3}, START, kinds={"seen": "counter"}),
-        learners(5),
+        point_members(5),
         engine=NumpyEngine(1 << 40, base_bytes=0),
         method=one_further(seen, labels),
         observe=lambda simulation, hands: drawn.update(simulation.adversaries),
@@ -104,9 +104,9 @@ def test_flipped_labels_are_learned_from_and_nothing_else_is_changed() -> None:
 def test_numbers_and_several_labels_are_mirrored_within_their_range() -> None:
     """1 and 5 change places, 0 and 1 too; x is what it was."""
     x = np.zeros((3, 2), np.float32)
-    numbers = adversaries.mirrored(Examples(x, np.array([1.0, 2.0, 5.0])), {"task": "regression", "classes": 1})
+    numbers = adversaries.mirror_labels(Examples(x, np.array([1.0, 2.0, 5.0])), {"task": "regression", "classes": 1})
     assert numbers.y.tolist() == [5.0, 4.0, 1.0]
-    several = adversaries.mirrored(Examples(x[:2], np.array([[0, 1], [1, 0]])), {"task": "labels", "classes": 2})
+    several = adversaries.mirror_labels(Examples(x[:2], np.array([[0, 1], [1, 0]])), {"task": "labels", "classes": 2})
     assert several.y.tolist() == [[1, 0], [0, 1]]
 
 
@@ -121,12 +121,15 @@ def test_inner_product_manipulation_sends_the_honest_mean_turned_round() -> None
 
 def test_who_lies_is_drawn_by_the_jobs_seed_alone() -> None:
     """The same devices for every method and attack with a seed; a share is rounded up, so that it is never nobody."""
-    drawn = {seed: adversaries.drawn(job("fedavg", seed=seed, fleet=lying("scaled")), DEVICES) for seed in range(20)}
-    other = adversaries.drawn(job("robust", seed=3, fleet=lying("label_flip")), DEVICES[::-1])
+    drawn = {
+        seed: adversaries.choose_adversaries(make_job("fedavg", seed=seed, fleet=lying("scaled")), DEVICES)
+        for seed in range(20)
+    }
+    other = adversaries.choose_adversaries(make_job("robust", seed=3, fleet=lying("label_flip")), DEVICES[::-1])
     assert other == drawn[3]
     assert {len(each) for each in drawn.values()} == {LIARS}
     assert len(set(drawn.values())) > 1
-    assert len(adversaries.drawn(job("fedavg", fleet=lying("scaled", share=0.01)), DEVICES)) == 1
+    assert len(adversaries.choose_adversaries(make_job("fedavg", fleet=lying("scaled", share=0.01)), DEVICES)) == 1
 
 
 # -- through the rounds ---------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def test_who_lies_is_drawn_by_the_jobs_seed_alone() -> None:
 
 def digits(**table: Any) -> settings.Job:
     """Six boards that share the digits; a third lies."""
-    return settings.parse(
+    return settings.parse_job(
         {
             "name": "lies",
             "method": "fedavg",
@@ -156,10 +159,10 @@ def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Pat
     for name, fleet in (("lies", lying(attack, share=0.3)), ("honest", {})):
         wanted = digits(fleet=fleet)
         prepare.prepare_and_check(wanted, tmp_path / name)
-        members, _ = agents.Plan(wanted, tmp_path / name, tmp_path).members()
+        members, _ = agents.Plan(wanted, tmp_path / name, tmp_path).load_devices()
         for workers in (0, 2):
             outcome = run.simulate(wanted, tmp_path / name, members, workers=workers)
-            made[name, workers] = tensors.encode(outcome.artefact.tensors)
+            made[name, workers] = tensors.encode_tensors(outcome.artefact.tensors)
     assert made["lies", 0] == made["lies", 2]
     assert made["honest", 0] == made["honest", 2]
     assert made["lies", 0] != made["honest", 0]
@@ -169,10 +172,10 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed when two honest boards have answered, a third and the adversaries not: these know what all three send."""
-    wanted = job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
-    bundle = folder(tmp_path / "bundle", toy_bundle())
-    carry, held = carriers.in_process(learners(5), engine=NumpyEngine(1 << 40, base_bytes=0))
-    note, answered = Simulation._note, []
+    wanted = make_job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
+    bundle = write_bundle(tmp_path / "bundle", toy_bundle())
+    carry, held = carriers.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
+    note, answered = Simulation._record_event, []
 
     class Killed(Exception):
         pass
@@ -186,12 +189,12 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
     def played(name: str) -> Simulation:
         with Simulation(wanted, bundle, held, tmp_path / name, engine="numpy") as simulation:
-            list(run.play([simulation], carry))
+            list(run.run_rounds([simulation], carry))
             return simulation
 
     whole = played("whole")
     with monkeypatch.context() as patched:
-        patched.setattr(Simulation, "_note", until_two_have_answered)
+        patched.setattr(Simulation, "_record_event", until_two_have_answered)
         with pytest.raises(Killed):
             played("cut")
     assert not set(answered) & whole.adversaries

@@ -20,7 +20,7 @@ from fedquilt.coordinator.views import costs
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.evaluation import main_value
+from fedquilt.evaluation import main_metric_value
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
 
@@ -40,61 +40,61 @@ def plan(folder: Path, **changes: object) -> fleet.Plan:
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
         **changes,
     }
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
-    return fleet.Plan(settings.parse(table), folder / "bundle", folder / "runs")
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    return fleet.Plan(settings.parse_job(table), folder / "bundle", folder / "runs")
 
 
 def facts_of(given: fleet.Plan, run: str) -> list[object]:
     with Store(given.home) as store:
-        return [fact for _, _, fact in store.facts(run)]
+        return [fact for _, _, fact in store.read_events(run)]
 
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
     """Boards go on telling their sensors, so that virtual time would pass for ever."""
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
     with pytest.raises(JobError, match="has waited for boards since its round 0"):
-        fleet.virtually(given)
+        fleet.run_fleet_virtually(given)
 
 
 def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> None:
     """The first round waits for these alone; a selection of none is refused before anything is queued."""
     fleet_of = {"devices": 3, "labels": ["site=lab", "site=hall window"]}
     given = plan(tmp_path, cohort={"select": ["site=lab", "!window"]}, fleet=fleet_of)
-    run, ended = fleet.virtually(given)
+    run, ended = fleet.run_fleet_virtually(given)
     asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, Answered)}
     assert (ended, asked) == ("done", {"x86-host-00", "x86-host-02"})
     nobody = plan(tmp_path, cohort={"select": ["attic"]}, fleet=fleet_of)
     with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated board"):
-        fleet.virtually(nobody)
+        fleet.run_fleet_virtually(nobody)
     many = plan(tmp_path, cohort={"select": ["window"], "size": 2}, fleet=fleet_of)
     with pytest.raises(JobError, match="the fleet has 1 devices of"):
-        fleet.virtually(many)
+        fleet.run_fleet_virtually(many)
 
 
 def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
     """Times and joules come from the profiles, and say so."""
     given = plan(tmp_path)
-    run, status = fleet.virtually(given)
+    run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
     facts = facts_of(given, run)
-    found = costs.account(facts).devices["jetson-nano-00"]
+    found = costs.compute_job_cost(facts).devices["jetson-nano-00"]
     assert found.tasks == 3  # two rounds, and the closing evaluation
     assert found.energy_j is not None
     assert "jetson-nano" in str(found.energy_source)
     sums = [fact.evaluation for fact in facts if isinstance(fact, Committed)]
-    checks = [main_value(each) for each in sums if each is not None]
+    checks = [main_metric_value(each) for each in sums if each is not None]
     assert checks[-1] > checks[0] + 0.2
     with Store(given.home) as store:
-        assert "network" in export.export(store, run, tmp_path / "weights.safetensors")
-    assert tensors.read(tmp_path / "weights.safetensors").keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
+        assert "network" in export.export_result(store, run, tmp_path / "weights.safetensors")
+    assert tensors.read_tensors(tmp_path / "weights.safetensors").keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
 
 
 def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
     """There is no second agent loop: where the arithmetic runs does not matter."""
     virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
-    one, _ = fleet.virtually(virtual)
-    other, status = fleet.really(real, None)
+    one, _ = fleet.run_fleet_virtually(virtual)
+    other, status = fleet.run_fleet_on_broker(real, None)
     assert status == "done"
     last = [[f for f in facts_of(p, run) if isinstance(f, Committed)][-1] for p, run in ((virtual, one), (real, other))]
     assert last[0].state == last[1].state
@@ -108,7 +108,7 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     """At once, not at a deadline."""
     monkeypatch.setattr(fleet.children, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
-        fleet.really(plan(tmp_path), None)
+        fleet.run_fleet_on_broker(plan(tmp_path), None)
 
 
 def test_an_agent_that_is_killed_is_told(
@@ -120,8 +120,8 @@ def test_an_agent_that_is_killed_is_told(
     )
     monkeypatch.setattr(fleet.children, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
-    monkeypatch.setattr(fleet.Plan, "submit", lambda plan, store: store.add(plan.job, plan.bundle.resolve()))
-    _, status = fleet.really(given, None)
+    monkeypatch.setattr(fleet.Plan, "queue_or_resume", lambda plan, store: store.add(plan.job, plan.bundle.resolve()))
+    _, status = fleet.run_fleet_on_broker(given, None)
     assert status == "done"
     told = [line for line in capsys.readouterr().out.splitlines() if "the agent of" in line]
     assert len(told) == 1
@@ -134,7 +134,9 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
     table = msgspec.to_builtins(given.job)
     job.write_text(
-        config.text({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
+        config.format_toml(
+            {key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")}
+        )
     )
     words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job), "--bundle", str(given.bundle)]
     words += ["--home", str(given.home)]
@@ -151,9 +153,9 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     again = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 0, again.stdout + again.stderr
     with Store(given.home) as store:
-        (row,) = store.jobs()
+        (row,) = store.readable_jobs()
         assert row.status == "done"
-        committed = [fact.round for _, _, fact in store.facts(row.id) if isinstance(fact, Committed)]
+        committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, Committed)]
     assert committed == list(range(30))
     assert "round 0: updates aggregated" not in again.stdout
 
@@ -173,11 +175,11 @@ def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
 ) -> None:
     """On virtual time as with processes."""
     given = plan(tmp_path, fleet={"devices": 3, **changes})
-    for run in (lambda: fleet.virtually(given), lambda: fleet.really(given, None)):
+    for run in (lambda: fleet.run_fleet_virtually(given), lambda: fleet.run_fleet_on_broker(given, None)):
         with pytest.raises(JobError, match=said):
             run()
     with Store(given.home) as store:
-        assert store.jobs() == []
+        assert store.readable_jobs() == []
 
 
 def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
     trained: list[list[float]] = []
     for epochs in (2, 4):
         given = plan(tmp_path / str(epochs), params={"epochs": epochs}, fleet=boards)
-        told = [fact for fact in facts_of(given, fleet.virtually(given)[0]) if isinstance(fact, Answered)]
+        told = [fact for fact in facts_of(given, fleet.run_fleet_virtually(given)[0]) if isinstance(fact, Answered)]
         told = sorted(told, key=lambda fact: (fact.round, fact.update.device))
         spent = [fact.update.usage.energy_j or 0.0 for fact in told]
         assert len(spent) == 9
@@ -200,7 +202,7 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
 def test_a_fleet_needs_data(tmp_path: Path) -> None:
     """The job says what is shared out."""
     with pytest.raises(JobError, match=r"\[data\]"):
-        fleet.virtually(plan(tmp_path, data={}))
+        fleet.run_fleet_virtually(plan(tmp_path, data={}))
 
 
 @pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
@@ -209,8 +211,8 @@ def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, w
     given = plan(tmp_path, data={"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong})
     with Store(given.home) as store:
         with pytest.raises((JobError, DataError)):
-            given.submit(store)
-        assert store.jobs() == []
+            given.queue_or_resume(store)
+        assert store.readable_jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -226,9 +228,9 @@ def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
     """A device without an example, and more devices in a cohort than there are, are known beforehand."""
     given = plan(tmp_path, **changes)
     with pytest.raises((JobError, DataError), match=said):
-        fleet.virtually(given)
+        fleet.run_fleet_virtually(given)
     with Store(given.home) as store:
-        assert store.jobs() == []
+        assert store.readable_jobs() == []
 
 
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,9 +238,9 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
     given = plan(tmp_path)
     took = []
     for _ in range(2):
-        run, status = fleet.virtually(given)
+        run, status = fleet.run_fleet_virtually(given)
         assert status == "done"
-        took.append(costs.account(facts_of(given, run)).whole.down_bytes)
+        took.append(costs.compute_job_cost(facts_of(given, run)).whole.down_bytes)
     assert took[0] == took[1] > 0
     assert caplog.records == []
 
@@ -249,12 +251,14 @@ def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
 ) -> None:
     """Their private state may be wanted; what came over the network can come again."""
     given = plan(tmp_path, method=method)
-    run, status = fleet.virtually(given)
+    run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
-    home = given.folder(run, "jetson-nano-00")
+    home = given.get_agent_folder(run, "jetson-nano-00")
     assert {path.name for path in home.glob("*")} == kept
-    assert not list(given.folder(run, "").glob(".*"))
-    assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))
+    assert not list(given.get_agent_folder(run, "").glob(".*"))
+    assert next(table["home"] for table in given.make_agent_tables()) == str(
+        given.get_agent_folder("", "jetson-nano-00")
+    )
 
 
 def test_ctrl_c_on_virtual_time_says_how_to_go_on(
@@ -265,7 +269,7 @@ def test_ctrl_c_on_virtual_time_says_how_to_go_on(
     def interrupted(*given: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fleet, "virtually", interrupted)
+    monkeypatch.setattr(fleet, "run_fleet_virtually", interrupted)
     job = tmp_path / "job.toml"
     job.write_text('name = "a"\nmethod = "fedavg"\n')
     assert main(["fleet", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
@@ -277,25 +281,25 @@ def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeyp
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     given = plan(tmp_path)
-    assert fleet.virtually(given)[1] == "done"
+    assert fleet.run_fleet_virtually(given)[1] == "done"
     assert synced == []
     with Store(tmp_path / "real") as store, Store(tmp_path / "virtual", durable=False) as other:
         assert store._db.execute("pragma synchronous").fetchone() == (2,)  # full
         assert other._db.execute("pragma synchronous").fetchone() == (0,)
         settled = len(synced)  # the folders that hold all that is to come
-        store.depot.put(b"x")
+        store.depot.store_bytes(b"x")
         assert len(synced) == settled + 2  # the file and its folder
-        other.depot.put(b"x")
+        other.depot.store_bytes(b"x")
         assert len(synced) == settled + 2
 
 
 def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself would read and share out all of it."""
     reads: list[object] = []
-    read = examples.open_
-    monkeypatch.setattr(examples, "open_", lambda spec: reads.append(spec) or read(spec))
+    read = examples.open_split
+    monkeypatch.setattr(examples, "open_split", lambda spec: reads.append(spec) or read(spec))
     given = plan(tmp_path)
-    fleet.virtually(given)
+    fleet.run_fleet_virtually(given)
     assert len(reads) == 2  # once before anything is queued
 
 
@@ -303,7 +307,7 @@ def test_a_fleet_is_told_of_from_the_first_second(tmp_path: Path, capsys: pytest
     """Making thousands of boards and their first round take minutes, in which no fact comes."""
     given = plan(tmp_path)
     ticks = iter(range(0, 10_000_000, 6))
-    fleet.virtually(given, real_clock=lambda: float(next(ticks)))
+    fleet.run_fleet_virtually(given, real_clock=lambda: float(next(ticks)))
     told = capsys.readouterr().out.splitlines()
     assert "3 boards" in told[0]
     assert any("2 of 3 boards are made" in line for line in told)

@@ -15,11 +15,11 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import learners, toy_bundle
+from fedquilt.testing.toys import point_members, toy_bundle
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
-from fedquilt.tools.simulation.run import play, simulate
+from fedquilt.tools.simulation.run import run_rounds, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
 from fedquilt.tools.simulation.workers import PoolError, Work
 
@@ -30,20 +30,20 @@ JOB: dict[str, Any] = {
     "rounds": 3,
     "params": {"epochs": 1, "batch": 4, "lr": 0.1},
 }
-MEMBERS = learners(5, 13)
+MEMBERS = point_members(5, 13)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
 @contextmanager
 def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
-    job, held = settings.parse({**JOB, **more}), {each.device: len(each.held) for each in MEMBERS}
+    job, held = settings.parse_job({**JOB, **more}), {each.device: len(each.held) for each in MEMBERS}
     with Simulation(job, folder, held, home) as simulation:
         yield simulation
 
@@ -55,14 +55,14 @@ class Heard:
         self.counts: list[int] = []
         self.orders: list[Order] = []
 
-    def coming(self, count: int) -> None:
+    def expect_requests(self, count: int) -> None:
         self.counts.append(count)
         self.orders = []
 
-    def begun(self, order: Order) -> None:
+    def prefetch(self, order: Order) -> None:
         self.orders.append(order)
 
-    def fold_for(self, sums: Simulation) -> None: ...
+    def set_sum_receiver(self, sums: Simulation) -> None: ...
 
 
 class Watched(Processes):
@@ -72,9 +72,9 @@ class Watched(Processes):
         super().__init__("numpy", count)
         self.given = 0
 
-    def give(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: Work) -> None:
         self.given += 1
-        super().give(worker, work)
+        super().send_work(worker, work)
 
 
 def bundles(found: Iterator[tuple[Order, Outcome]]) -> list[tuple[str, dict[str, Any]]]:
@@ -85,7 +85,7 @@ def test_a_round_announces_exactly_the_orders_that_it_then_asks_for(folder: Path
     """The same objects in the same order, after how many there will be."""
     heard = Heard()
     with begun(folder, tmp_path / "home", cohort={"size": 3}) as simulation:
-        simulation.look_ahead(heard)
+        simulation.set_prefetcher(heard)
         orders = simulation.advance()
     assert heard.counts == [3]
     assert len(orders) == 3
@@ -97,7 +97,7 @@ def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Pat
     heard = Heard()
     lies = {"adversaries": {"share": 0.4, "attack": "inner_product"}}
     with begun(folder, tmp_path / "home", fleet=lies) as simulation:
-        simulation.look_ahead(heard)
+        simulation.set_prefetcher(heard)
         assert simulation.advance()
     assert heard.counts == []
 
@@ -106,13 +106,13 @@ def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, t
     """Two workers have two of five before anybody asks; the outcomes are those without announcements."""
     with begun(folder, tmp_path / "home") as simulation, Pool(workers := Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
-        plain = bundles(pool.carry_out(orders))
+        plain = bundles(pool.run_requests(orders))
         workers.given = 0
-        pool.coming(len(orders))
+        pool.expect_requests(len(orders))
         for order in orders:
-            pool.begun(order)
+            pool.prefetch(order)
         assert workers.given >= 2
-        assert bundles(pool.carry_out(orders)) == plain
+        assert bundles(pool.run_requests(orders)) == plain
         assert workers.given == len(orders)
 
 
@@ -120,15 +120,15 @@ def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been
     """An evaluation in between leaves what is announced for later; an order that is missing costs its work alone."""
     with begun(folder, tmp_path / "home") as simulation, Pool(Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
-        plain = bundles(pool.carry_out(orders))
-        pool.coming(len(orders))
+        plain = bundles(pool.run_requests(orders))
+        pool.expect_requests(len(orders))
         for order in orders:
-            pool.begun(order)
-        assert bundles(pool.carry_out(orders[4:])) == plain[4:]
-        assert bundles(pool.carry_out([orders[1], orders[0]])) == [plain[1], plain[0]]
-        pool.coming(2)
-        pool.begun(orders[3])
-        assert bundles(pool.carry_out(orders)) == plain
+            pool.prefetch(order)
+        assert bundles(pool.run_requests(orders[4:])) == plain[4:]
+        assert bundles(pool.run_requests([orders[1], orders[0]])) == [plain[1], plain[0]]
+        pool.expect_requests(2)
+        pool.prefetch(orders[3])
+        assert bundles(pool.run_requests(orders)) == plain
 
 
 def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked_for(
@@ -137,14 +137,14 @@ def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked
     """Announcing is no part of the job: its failure must not end up as the job's own."""
     with begun(folder, tmp_path / "home") as simulation, Pool(workers := Processes("numpy", 1), MEMBERS) as pool:
         orders = simulation.advance()
-        list(pool.carry_out(orders))
+        list(pool.run_requests(orders))
         os.kill(workers.pid, signal.SIGKILL)
         os.waitid(os.P_PID, workers.pid, os.WEXITED | os.WNOWAIT)
-        pool.coming(len(orders))
+        pool.expect_requests(len(orders))
         for order in orders:
-            pool.begun(order)
+            pool.prefetch(order)
         with pytest.raises(PoolError, match="killed"):
-            list(pool.carry_out(orders))
+            list(pool.run_requests(orders))
 
 
 def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
@@ -156,14 +156,14 @@ def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
         tested: list[Any] = []
 
         def observe(simulation: Simulation, hands: Hands) -> None:
-            tested.append(hands.test(simulation))
+            tested.append(hands.evaluate_test_set(simulation))
 
-        job = settings.parse({**JOB, "cohort": {"size": 4}})
+        job = settings.parse_job({**JOB, "cohort": {"size": 4}})
         outcome = simulate(job, folder, MEMBERS, workers=2, test=MEMBERS[0].train, observe=observe)
-        return tensors.encode(outcome.artefact.tensors), [*tested, *(each.devices for each in outcome.rounds)]
+        return tensors.encode_tensors(outcome.artefact.tensors), [*tested, *(each.devices for each in outcome.rounds)]
 
     ahead = run()
-    monkeypatch.setattr(Simulation, "look_ahead", lambda self, ahead: None)
+    monkeypatch.setattr(Simulation, "set_prefetcher", lambda self, ahead: None)
     assert run() == ahead
 
 
@@ -175,12 +175,12 @@ def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_round
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
     class Slow(Heard):
-        def begun(self, order: Order) -> None:
+        def prefetch(self, order: Order) -> None:
             now_s[0] += 1.0
 
     with begun(folder, tmp_path / "home", rounds=2) as simulation, Pool(Watched(1), MEMBERS) as pool:
-        simulation.look_ahead(Slow())
-        carry = Hands(lambda orders: [done for _, done in pool.carry_out(orders)], {})
-        for _ in play([simulation], carry):
+        simulation.set_prefetcher(Slow())
+        carry = Hands(lambda orders: [done for _, done in pool.run_requests(orders)], {})
+        for _ in run_rounds([simulation], carry):
             now_s[0] += 100.0
         assert [each.wall_s for each in simulation.rounds] == [5.0, 5.0]

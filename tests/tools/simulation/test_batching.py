@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import Examples, Site
-from fedquilt.tools.simulation.batching import Half, together
+from fedquilt.tools.simulation.batching import Half, run_together
 
 
 @dataclass
@@ -57,7 +57,7 @@ def half(value: float, times: int) -> Any:
 def test_halves_that_train_are_trained_together() -> None:
     """Once, twice and never: the second time two go together, no more."""
     engine = Doubling()
-    found = together([half(1, 1), half(2, 2), half(3, 0), half(4, 2)], engine)
+    found = run_together([half(1, 1), half(2, 2), half(3, 0), half(4, 2)], engine)
     assert engine.batches == [[1, 2, 4], [4, 8]]
     assert [value[0] for value, _ in found] == [2, 8, 3, 16]
     assert [joint for _, joint in found] == [True, True, False, True]
@@ -67,14 +67,14 @@ def test_a_half_draws_on_as_if_it_had_not_been_broken_off() -> None:
     """What it draws after its trainings is what it draws with an engine that knows no others."""
     plain = Doubling()
     for times in range(3):
-        ((found, _),) = together([half(5, times)], Doubling())
+        ((found, _),) = run_together([half(5, times)], Doubling())
         assert found == half(5, times)(plain)
 
 
 def test_a_call_that_takes_the_loop_is_made_at_once() -> None:
     """The engine does not want 4 among others."""
     engine = Doubling(alone=4)
-    found = together([half(4, 1), half(6, 1)], engine)
+    found = run_together([half(4, 1), half(6, 1)], engine)
     assert engine.batches == [[4], [6]]
     assert [joint for _, joint in found] == [False, True]
 
@@ -87,7 +87,7 @@ def test_what_a_training_raises_is_raised_in_its_half_alone() -> None:
             engine.train(None, 13, None, None, np.random.default_rng(0))
         return "caught"
 
-    found = [value for value, _ in together([half(13, 1), careful, half(1, 1)], Doubling())]
+    found = [value for value, _ in run_together([half(13, 1), careful, half(1, 1)], Doubling())]
     assert isinstance(found[0], ValueError)
     assert found[1] == "caught"
     assert found[2][0] == 2
@@ -99,7 +99,7 @@ def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
     def bad(engine: Any) -> float:
         raise KeyError("x")
 
-    found = together([lambda engine: engine + 1, bad], 41)
+    found = run_together([lambda engine: engine + 1, bad], 41)
     assert found[0] == (42, False)
     assert isinstance(found[1][0], KeyError)
 
@@ -121,7 +121,7 @@ def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
         return float(site.engine.train(None, 3.0, None, None, site.rng))
 
     engine = Doubling()
-    assert together([Half(site, work)], engine) == [(6.0, True)]
+    assert run_together([Half(site, work)], engine) == [(6.0, True)]
     assert len(made) == 1
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]

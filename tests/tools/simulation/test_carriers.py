@@ -29,7 +29,7 @@ def pools() -> Iterator[Pools]:
 
         def find(engine: str, workers: int, given: agents.Plan) -> Hands:
             if (engine, workers) not in made:
-                pool = carriers.by_pool(given.job, given.members()[0], workers=workers)
+                pool = carriers.open_pool_backend(given.job, given.load_devices()[0], workers=workers)
                 made[engine, workers] = stack.enter_context(pool)[0]
             return made[engine, workers]
 
@@ -37,16 +37,16 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.names()]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
     """Over the memory link, in this process, and by a pool of one worker and of two."""
     given = plan(name, tmp_path)
-    started, _ = agents.virtually(given)
+    started, _ = agents.run_fleet_virtually(given)
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
-    here, _ = carriers.in_process(given.members()[0])
+    here, _ = carriers.make_local_backend(given.load_devices()[0])
     assert simulated(given, here, tmp_path / "here") == linked
     for workers in (1, 2):
         hands = pools(str(given.job.engine), workers, given)
@@ -59,7 +59,7 @@ def test_what_a_codec_makes_is_equal_too(codec: str, tmp_path: Path, pools: Pool
     given = plan("fedavg", tmp_path)
     coded = msgspec.structs.replace(given.job, wire=msgspec.structs.replace(given.job.wire, codec=codec))
     given = agents.Plan(coded, given.bundle, given.home)
-    started, _ = agents.virtually(given)
+    started, _ = agents.run_fleet_virtually(given)
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert simulated(given, pools("numpy", 2, given), tmp_path / "pool") == linked

@@ -11,5 +11,5 @@ from fedquilt.tools.simulation.children import Command
 
 def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
     """It tells its processes to stop itself; a process in its group would be gone before."""
-    with children.running({"broker": Command(["broker", "--port", "0"], tmp_path / "log")}) as started:
+    with children.start_processes({"broker": Command(["broker", "--port", "0"], tmp_path / "log")}) as started:
         assert os.getpgid(started["broker"].pid) != os.getpgid(0)

@@ -15,7 +15,7 @@ from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Decli
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import learners
+from fedquilt.testing.toys import point_members
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
@@ -79,7 +79,7 @@ def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypa
     step = Duty.step
 
     def noted(duty: Duty, now_s: float) -> None:
-        if duty.due_s(now_s) > now_s:
+        if duty.next_step_s(now_s) > now_s:
             early.append((duty.device, now_s))
         step(duty, now_s)
 
@@ -185,13 +185,13 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
             yield outcome
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in run.play([begun], breaks):
+        for _ in run.run_rounds([begun], breaks):
             pass
     begun._store.close()
     ended = fleet.played(name, rounds=3, home="again")
     assert ended.run == begun.run
     assert [fact.state for fact in facts(ended, Committed)] == [fact.state for fact in facts(whole, Committed)]
-    assert tensors.pack(ended.state) == tensors.pack(whole.state)
+    assert tensors.pack_state(ended.state) == tensors.pack_state(whole.state)
     assert [told(each) for each in ended.rounds] == [told(each) for each in whole.rounds]
     assert all(each.wall_s >= 0 for each in ended.rounds)
     assert ended.rounds[0].duration_s == whole.rounds[0].duration_s > 0
@@ -206,7 +206,7 @@ def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fl
     """They are not asked again in the rounds that follow, and would be missing in what is told of the run."""
     options: dict[str, Any] = {"rounds": 3, "fleet": {"budgets": ["512MB", "1MB"]}, "home": "again"}
     begun, hands = fleet.begin(**options)
-    for each in run.play([begun], hands):
+    for each in run.run_rounds([begun], hands):
         if len(each.rounds) == 1:
             break
     begun._store.close()
@@ -230,11 +230,11 @@ def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            for _ in run.play([begun], hands):
+            for _ in run.run_rounds([begun], hands):
                 pass
     begun._store.close()
     ended = fleet.played("scaffold", rounds=2, home="again")
-    assert tensors.pack(ended.state) == tensors.pack(whole.state)
+    assert tensors.pack_state(ended.state) == tensors.pack_state(whole.state)
 
 
 def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to_be_there(fleet: Fleet) -> None:
@@ -266,13 +266,13 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 ) -> None:
     """What the kernel counts as killed for want of memory, before and after, decides which is named."""
     counted = iter(kills)
-    monkeypatch.setattr(budget, "oom_kills", lambda: next(counted))
-    with Pool(processes := Processes("numpy", workers), learners(2, 13)) as pool:
-        pool.warm()
+    monkeypatch.setattr(budget, "count_oom_kills", lambda: next(counted))
+    with Pool(processes := Processes("numpy", workers), point_members(2, 13)) as pool:
+        pool.wait_until_ready()
         assert (pool.folder / "examples").exists()
         os.kill(processes.pid, signal.SIGKILL)
         with pytest.raises(PoolError, match=said):
-            pool.warm()
+            pool.wait_until_ready()
     assert not pool.folder.exists()
 
 
@@ -285,15 +285,15 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
     """A library that got no memory says so; one that crashes says nothing of it."""
-    with Pool(processes := Processes("numpy", 1), learners(2, 13)) as pool:
-        pool.warm()
+    with Pool(processes := Processes("numpy", 1), point_members(2, 13)) as pool:
+        pool.wait_until_ready()
         (pool.folder / "said").write_text(words)
         os.kill(processes.pid, ends)
         with pytest.raises(PoolError, match=said):
-            pool.warm()
+            pool.wait_until_ready()
 
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:
     """Python's own."""
-    with Pool(Processes("abacus", 1), learners(2, 13)) as pool, pytest.raises(PoolError, match="abacus_engine"):
-        pool.warm()
+    with Pool(Processes("abacus", 1), point_members(2, 13)) as pool, pytest.raises(PoolError, match="abacus_engine"):
+        pool.wait_until_ready()

@@ -12,9 +12,9 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import learners, toy_bundle
-from fedquilt.tools.simulation.carriers import in_process
-from fedquilt.tools.simulation.run import play
+from fedquilt.testing.toys import point_members, toy_bundle
+from fedquilt.tools.simulation.carriers import make_local_backend
+from fedquilt.tools.simulation.run import run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
@@ -24,7 +24,7 @@ JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
@@ -37,10 +37,10 @@ def played(
     **job: Any,
 ) -> Simulation:
     """A run with four devices; `act` is called before the first round, after each, and at the end."""
-    given = settings.parse({**JOB, "method": method, **job})
-    hands, held = in_process(learners(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
+    given = settings.parse_job({**JOB, "method": method, **job})
+    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
-        for each in play([simulation], hands):
+        for each in run_rounds([simulation], hands):
             act(each)
     return simulation
 
@@ -50,7 +50,7 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
 
     def act(simulation: Simulation) -> None:
         if len(simulation.rounds) == 2:
-            simulation.fleet.arrive(["dev-2", "dev-3"])
+            simulation.fleet.bring_online(["dev-2", "dev-3"])
 
     run = played(folder, act, away=("dev-2", "dev-3"), rounds=4)
     some, everybody = ("dev-0", "dev-1"), ("dev-0", "dev-1", "dev-2", "dev-3")
@@ -69,7 +69,7 @@ def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_stat
             simulation.fleet.switch_off(["dev-3"])
         if done == 3:
             models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.arrive(["dev-3"])
+            simulation.fleet.bring_online(["dev-3"])
 
     run = played(folder, act, method="local", rounds=5, cohort={"quorum": 0.5, "deadline_s": 100.0})
     some, everybody = ("dev-0", "dev-1", "dev-2"), ("dev-0", "dev-1", "dev-2", "dev-3")
@@ -86,7 +86,7 @@ def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) 
         if len(simulation.rounds) == 1:
             simulation.fleet.switch_off(["dev-3"])
         if len(simulation.rounds) == 2:
-            simulation.fleet.arrive(["dev-3"])
+            simulation.fleet.bring_online(["dev-3"])
 
     run = played(folder, act, method="local", rounds=3, cohort={"quorum": 0.5, "deadline_s": 100.0})
     assert run.rounds[0].down_bytes > 1000
@@ -96,13 +96,13 @@ def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) 
 
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
     """Instead of waiting on virtual time for ever; it goes on when somebody comes."""
-    given = settings.parse({**JOB, "method": "fedavg", "rounds": 2})
-    hands, held = in_process(learners(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
+    given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
+    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
-        assert list(play([simulation], hands)) == []
+        assert list(run_rounds([simulation], hands)) == []
         assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")
-        simulation.fleet.arrive(["dev-1"])
-        assert [len(each.rounds) for each in play([simulation], hands)] == [0, 1, 2]
+        simulation.fleet.bring_online(["dev-1"])
+        assert [len(each.rounds) for each in run_rounds([simulation], hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")
         with pytest.raises(JobError, match="no device 'dev-9'"):
-            simulation.fleet.arrive(["dev-9"])
+            simulation.fleet.bring_online(["dev-9"])

@@ -61,7 +61,7 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
 
     def caches(task: Task, site: Site) -> Answer:
         there.append((site.cache / PRIVATE).exists())
-        (site.cache / PRIVATE).write_bytes(tensors.encode({"cached": np.ones(1)}))
+        (site.cache / PRIVATE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
         return Answer({}, 1.0, {}, {})
 
     fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))

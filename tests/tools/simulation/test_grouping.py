@@ -24,21 +24,21 @@ class Recorded:
         self.joint: Iterator[bool] = iter(())  # of the answers to come
         self.answers: list[Answer] = []
 
-    def give(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: Work) -> None:
         assert work.together
         self.groups.append(len(work.orders))
         self.answers.append(Answer([Done(Outcome(reason=each.device), next(self.joint)) for each in work.orders]))
 
-    def done(self, *, block: bool) -> list[tuple[int, Answer | None]]:
+    def receive_replies(self, *, block: bool) -> list[tuple[int, Answer | None]]:
         found: list[tuple[int, Answer | None]] = [(0, answer) for answer in self.answers]
         self.answers = []
         return found
 
     def start(self, folder: Path) -> None: ...
 
-    def begin(self, setup: Setup) -> None: ...
+    def send_setup(self, setup: Setup) -> None: ...
 
-    def warm(self) -> None: ...
+    def wait_until_ready(self) -> None: ...
 
     def stop(self, *, now: bool) -> None: ...
 
@@ -54,7 +54,7 @@ class Grouped:
         """The groups of one call; each order's answer is its own."""
         self.worker.groups, self.worker.joint = [], iter(joint)
         orders = [Order(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
-        assert [(order, outcome.reason) for order, outcome in self.pool.carry_out(orders)] == [
+        assert [(order, outcome.reason) for order, outcome in self.pool.run_requests(orders)] == [
             (order, order.device) for order in orders
         ]
         return self.worker.groups

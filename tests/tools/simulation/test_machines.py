@@ -11,7 +11,7 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
-from fedquilt.testing.toys import learners, toy_bundle
+from fedquilt.testing.toys import point_members, toy_bundle
 from fedquilt.tools.simulation import machines, ray_cluster
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.run import simulate
@@ -35,8 +35,8 @@ def changed(**given: object) -> Machine:
 def test_a_machine_that_differs_is_refused_by_name_unless_machines_may_be_mixed(other: Machine, said: str) -> None:
     """Processor, GPU, threads and libraries each change the last bits."""
     with pytest.raises(JobError, match=f"{said} results would have other last bits.*--mixed"):
-        machines.require_alike({"one": ONE}, "two", other, mixed=False)
-    machines.require_alike({"one": ONE}, "two", other, mixed=True)
+        machines.require_same_results({"one": ONE}, "two", other, mixed=False)
+    machines.require_same_results({"one": ONE}, "two", other, mixed=True)
 
 
 @pytest.mark.parametrize("name", ["fedquilt", "mine"])
@@ -45,23 +45,23 @@ def test_other_code_is_refused_even_where_machines_may_be_mixed(name: str) -> No
     first = changed(code={**ONE.code, "mine": "bb"})
     other = changed(code={**first.code, name: "0.2.0 (cc)"})
     with pytest.raises(JobError, match=rf"two has other code than one: {name} 0.2.0 \(cc\), not .*install the same"):
-        machines.require_alike({"one": first}, "two", other, mixed=True)
+        machines.require_same_results({"one": first}, "two", other, mixed=True)
 
 
 def test_a_run_keeps_what_computed_it_and_goes_on_elsewhere_only_where_it_may(tmp_path: Path) -> None:
     """A newer fedquilt may take it up; another numpy may with leave, and both are then on record."""
-    machines.keep(tmp_path, "run", {"one": ONE}, mixed=False)
-    machines.keep(tmp_path, "run", {"one": changed(code={"fedquilt": "0.2.0 (dd)"})}, mixed=False)
+    machines.record_machines(tmp_path, "run", {"one": ONE}, mixed=False)
+    machines.record_machines(tmp_path, "run", {"one": changed(code={"fedquilt": "0.2.0 (dd)"})}, mixed=False)
     other = changed(libraries={**ONE.libraries, "numpy": "1.26.4"})
     with pytest.raises(JobError, match=r"two differs from one, where run began: numpy 1\.26\.4, not 2\.1\.0"):
-        machines.keep(tmp_path, "run", {"two": other}, mixed=False)
-    machines.keep(tmp_path, "run", {"two": other}, mixed=True)
-    assert list(machines.read(tmp_path, "run")) == ["one", "two"]
+        machines.record_machines(tmp_path, "run", {"two": other}, mixed=False)
+    machines.record_machines(tmp_path, "run", {"two": other}, mixed=True)
+    assert list(machines.read_machines(tmp_path, "run")) == ["one", "two"]
 
 
 def test_machines_of_one_kind_are_told_in_one_line() -> None:
     """With all that counts."""
-    found = machines.lines({"a": ONE, "b": changed(gpus=()), "c": ONE})
+    found = machines.format_machines({"a": ONE, "b": changed(gpus=()), "c": ONE})
     assert found == [
         "a, c: EPYC (x86_64), A100, Python 3.11.7, numpy 2.1.0, fedquilt 0.1.0 (aa)",
         "b: EPYC (x86_64), Python 3.11.7, numpy 2.1.0, fedquilt 0.1.0 (aa)",
@@ -71,12 +71,12 @@ def test_machines_of_one_kind_are_told_in_one_line() -> None:
 def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
     """By its name, with one thread, as its workers have."""
     made = toy_bundle()
-    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
-    job = settings.parse({"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 1})
-    simulate(job, tmp_path / "bundle", learners(2, 13), home=tmp_path / "home")
+    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
+    job = settings.parse_job({"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 1})
+    simulate(job, tmp_path / "bundle", point_members(2, 13), home=tmp_path / "home")
     (path,) = (tmp_path / "home" / "machines").iterdir()
-    found = machines.read(tmp_path / "home", path.stem)
-    assert found == {socket.gethostname(): machines.here(threads="1")}
+    found = machines.read_machines(tmp_path / "home", path.stem)
+    assert found == {socket.gethostname(): machines.describe_this_machine(threads="1")}
     assert found[socket.gethostname()].libraries["numpy"]
 
 
@@ -86,27 +86,27 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["pool", "ray", "ray://head:10001", "ray://[::1]:10001"])
 def test_an_engine_is_taken_at_its_word(word: str) -> None:
     """Whatever the environment says."""
-    assert ray_cluster.chosen(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
+    assert ray_cluster.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
 
 
 def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
     """Ray's own launchers say so by RAY_ADDRESS."""
-    assert ray_cluster.chosen("auto", {}) == "pool"
-    assert ray_cluster.chosen("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
+    assert ray_cluster.choose_engine("auto", {}) == "pool"
+    assert ray_cluster.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
 
 
 @pytest.mark.parametrize("word", ["dask", "ray://", "ray://head", "ray://:10001", "ray://head:port", ""])
 def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
     """Before anything starts."""
     with pytest.raises(JobError, match="is none of auto, pool, ray and ray://HOST:PORT"):
-        ray_cluster.chosen(word, {})
+        ray_cluster.choose_engine(word, {})
 
 
 def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: Path) -> None:
     """RAY_ADDRESS comes first; without either there is none."""
     given = {"RAY_TMPDIR": str(tmp_path)}
-    assert ray_cluster.running(given) is None
+    assert ray_cluster.find_ray_address(given) is None
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")
-    assert ray_cluster.running(given) == "10.0.0.2:6379"
-    assert ray_cluster.running({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert ray_cluster.find_ray_address(given) == "10.0.0.2:6379"
+    assert ray_cluster.find_ray_address({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"

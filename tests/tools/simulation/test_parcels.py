@@ -35,7 +35,7 @@ def written(path: Path, payload: bytes) -> str:
 def order(folder: Path, **changes: object) -> Order:
     task = plain.task(bundles={"model": ref(b"weights")})
     given = {
-        "data": {"share": "dev-0", **adversaries.data(LYING)},
+        "data": {"share": "dev-0", **adversaries.make_attack_data(LYING)},
         "bundles": {"model": written(folder / "blob", b"weights")},
         "private": written(folder / "mine", b"private state"),
         "cache": str(folder / "cache"),
@@ -45,34 +45,34 @@ def order(folder: Path, **changes: object) -> Order:
     }
     honest = written(folder / "honest", b"what others sent")
     made = Order(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
-    return adversaries.informed(made, honest)
+    return adversaries.add_honest_mean(made, honest)
 
 
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
     """Bundle, private state and what adversaries overheard; everything else stays as it is."""
     given = order(tmp_path)
-    sent, files = parcels.packed(given)
+    sent, files = parcels.pack_request(given)
     assert str(tmp_path) not in repr(sent)
     assert files == {
         sha256(b"weights"): given.bundles["model"],
         sha256(b"private state"): given.private,
         sha256(b"what others sent"): str(tmp_path / "honest"),
     }
-    there = parcels.unpacked(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
+    there = parcels.unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
     assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
     assert there.private == f"/node/{sha256(b'private state')}"
-    assert there.data == adversaries.informed(given, f"/node/{sha256(b'what others sent')}").data
+    assert there.data == adversaries.add_honest_mean(given, f"/node/{sha256(b'what others sent')}").data
     assert (there.cache, there.out, there.task) == ("/node/caches/dev-0", "/node/out", given.task)
 
 
-@pytest.mark.parametrize("data", [{}, adversaries.data(LYING)])
+@pytest.mark.parametrize("data", [{}, adversaries.make_attack_data(LYING)])
 def test_an_order_of_a_board_that_overhears_nobody_keeps_its_data(data: dict[str, object]) -> None:
     given = Order(
         task=plain.task(), device="dev-0", budget_bytes=1, data=data, bundles={}, private=None, cache="", out=""
     )
-    sent, files = parcels.packed(given)
+    sent, files = parcels.pack_request(given)
     assert (sent.data, files) == (data, {})
-    assert parcels.unpacked(sent, str, "/node/caches", "/node/out").data == data
+    assert parcels.unpack_request(sent, str, "/node/caches", "/node/out").data == data
 
 
 def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written_it(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
         private=ref(private),
     )
     made = parcels.Made([Done(outcome, False)], {sha256(private): private})
-    (done,) = parcels.received([given], made)
+    (done,) = parcels.write_outputs([given], made)
     assert done.outcome.blobs == {sha256(small): small}
     assert (tmp_path / f"dev-0.{sha256(large)}").read_bytes() == large
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
@@ -106,7 +106,7 @@ def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> 
     """The second one finds the first one's, and each has it under a name of its own."""
     store, fetched = {"ref": b"weights"}, list[str]()
     one, two = (files(tmp_path, name, store, fetched) for name in ("one", "two"))
-    first, second = (Path(each.find(sha256(b"weights"), "ref")) for each in (one, two))
+    first, second = (Path(each.ensure_file(sha256(b"weights"), "ref")) for each in (one, two))
     assert fetched == ["ref"]
     assert first != second
     assert first.read_bytes() == second.read_bytes() == b"weights"
@@ -116,9 +116,9 @@ def test_a_state_that_a_node_made_is_not_fetched_by_it(tmp_path: Path) -> None:
     """It is there for whichever of its workers gets the device's next order."""
     fetched: list[str] = []
     one, two = (files(tmp_path, name, {}, fetched) for name in ("one", "two"))
-    one.put(sha256(b"private"), b"private")
-    one.rest([])
-    assert Path(two.find(sha256(b"private"), "ref")).read_bytes() == b"private"
+    one.store_file(sha256(b"private"), b"private")
+    one.evict_files([])
+    assert Path(two.ensure_file(sha256(b"private"), "ref")).read_bytes() == b"private"
     assert not fetched
 
 
@@ -126,14 +126,14 @@ def test_a_full_folder_loses_what_was_used_longest_ago_and_nobody_loses_what_is_
     """Of three contents of 4 bytes, where 8 bytes fit; a lost one is fetched again."""
     store, fetched = {"a": b"aaaa", "b": b"bbbb", "c": b"cccc"}, list[str]()
     one, two = (files(tmp_path, name, store, fetched, most_bytes=8) for name in ("one", "two"))
-    in_use = Path(two.find(sha256(b"aaaa"), "a"))
+    in_use = Path(two.ensure_file(sha256(b"aaaa"), "a"))
     for seconds, name in enumerate(store):
-        path = one.find(sha256(store[name]), name)
+        path = one.ensure_file(sha256(store[name]), name)
         os.utime(path, (seconds, seconds))
-    one.rest([sha256(b"cccc")])
+    one.evict_files([sha256(b"cccc")])
     assert {each.read_bytes() for each in (tmp_path / "files").iterdir()} == {b"bbbb", b"cccc"}
     assert in_use.read_bytes() == b"aaaa"
-    assert Path(one.find(sha256(b"aaaa"), "a")).read_bytes() == b"aaaa"
+    assert Path(one.ensure_file(sha256(b"aaaa"), "a")).read_bytes() == b"aaaa"
     assert fetched == ["a", "b", "c", "a"]
 
 
@@ -141,5 +141,5 @@ def test_a_content_that_comes_damaged_is_refused(tmp_path: Path) -> None:
     """By its digest; nothing of it is kept."""
     made = files(tmp_path, "one", {"ref": b"weighty"}, [])
     with pytest.raises(StoreError, match="came damaged from the object store"):
-        made.find(sha256(b"weights"), "ref")
+        made.ensure_file(sha256(b"weights"), "ref")
     assert not list((tmp_path / "files").iterdir())

@@ -18,7 +18,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import learners, toy_bundle
+from fedquilt.testing.toys import point_members, toy_bundle
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.run import Outcomes, simulate
@@ -38,16 +38,16 @@ JOB = {
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
 def play(folder: Path, members: list[Member] | None = None, *, job: Any = (), **options: Any) -> Outcomes:
-    return simulate(settings.parse({**JOB, **dict(job)}), folder, members or learners(5, 13), **options)
+    return simulate(settings.parse_job({**JOB, **dict(job)}), folder, members or point_members(5, 13), **options)
 
 
 def bits(outcome: Outcomes) -> bytes:
-    return tensors.encode(outcome.artefact.tensors)
+    return tensors.encode_tensors(outcome.artefact.tensors)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
@@ -56,7 +56,7 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
 ) -> None:
     """And those of the loop to float tolerance: devices with 9 to 17 examples, whose last batches differ."""
     pytest.importorskip("torch")
-    members = [learners(i + 1, 9 + 2 * i)[i] for i in range(5)]
+    members = [point_members(i + 1, 9 + 2 * i)[i] for i in range(5)]
     one, two = (
         play(folder, members, job={"method": method, "engine": "torch"}, workers=each, together=True) for each in (1, 2)
     )
@@ -68,7 +68,7 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
 
 def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder: Path) -> None:
     """An iterator of members gives the same bits, and each one's examples go when the next is asked for."""
-    given = learners(5, 13)
+    given = point_members(5, 13)
     held: list[weakref.ref[np.ndarray]] = []
 
     def one_by_one() -> Iterator[Member]:
@@ -79,7 +79,7 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
             yield Member(member.device, Examples(x, member.train.y), member.held)
             del x
 
-    streamed = simulate(settings.parse(JOB), folder, one_by_one())
+    streamed = simulate(settings.parse_job(JOB), folder, one_by_one())
     assert bits(streamed) == bits(play(folder, given))
     assert all(ref() is None for ref in held)
 
@@ -88,16 +88,18 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
     """By their profiles: two kinds of boards taken in turn, 13 examples each in mini-batches of 4, two epochs."""
     kinds = ["jetson-tx2", "raspberry-pi-5"]
     outcome = play(folder, job={"fleet": {"boards": kinds, "policy": "board"}})
-    points = [profiles.load(name).operating_points()[0] for name in kinds]
-    model = bundle.load(folder).load("model")
-    order = fedavg.training_order(
-        fedavg.init(bundle.load(folder), settings.params(settings.parse(JOB)), 0), {"model": model}
+    points = [profiles.load_board_profile(name).operating_points()[0] for name in kinds]
+    model = bundle.load_bundle(folder).load("model")
+    order = fedavg.training_task_spec(
+        fedavg.init(bundle.load_bundle(folder), settings.parse_params(settings.parse_job(JOB)), 0), {"model": model}
     )
-    work = order.work.on(13)
+    work = order.work.total_for_examples(13)
     assert work.flops == 3 * 100.0 * 2 * 13
     assert work.launches > 2 * 4  # of each mini-batch some
-    seconds = [cost_model.seconds(work, point) for point in points]
-    joules = [cost_model.joules(second or 0.0, point) or 0.0 for second, point in zip(seconds, points, strict=True)]
+    seconds = [cost_model.work_seconds(work, point) for point in points]
+    joules = [
+        cost_model.work_joules(second or 0.0, point) or 0.0 for second, point in zip(seconds, points, strict=True)
+    ]
     for round in outcome.rounds:
         assert round.duration_s == pytest.approx(max(second or 0.0 for second in seconds))
         assert round.energy_j == pytest.approx(3 * joules[0] + 2 * joules[1])
@@ -105,17 +107,24 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
     """Of everybody who holds examples out, and of a test set that nobody has; they cost the devices nothing."""
-    members = learners(4, 13)
+    members = point_members(4, 13)
     members[1] = Member(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
     test = members[0].train
     told: list[tuple[int, Any, dict[str, Any], Any]] = []
 
     def observe(simulation: Simulation, hands: Hands) -> None:
-        told.append((simulation.done, simulation.state.model, hands.evaluate(simulation), hands.test(simulation)))
+        told.append(
+            (
+                simulation.completed_rounds,
+                simulation.state.model,
+                hands.evaluate(simulation),
+                hands.evaluate_test_set(simulation),
+            )
+        )
 
     outcome = play(folder, members, test=test, observe=observe)
     assert [each[0] for each in told] == [0, 1, 2, 3]
-    engine, network = NumpyEngine(1 << 40, base_bytes=0), bundle.load(folder).meta["network"]
+    engine, network = NumpyEngine(1 << 40, base_bytes=0), bundle.load_bundle(folder).meta["network"]
     for _, model, devices, tested in told:
         assert sorted(devices) == ["dev-0", "dev-2", "dev-3"]
         for index in (0, 2, 3):
@@ -128,7 +137,7 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 
 def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
     """As on boards: its refusal is in the log, with the reason that its engine gives."""
-    members = learners(3, 13)
+    members = point_members(3, 13)
     bad = members[1].train
     members[1] = Member(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
     seen: dict[str, str] = {}
@@ -148,7 +157,7 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
     """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
-    code = "import os, sys; from fedquilt.tools.simulation import pool_worker; pool_worker.prepare(sys.argv[1]); "
+    code = "import os, sys; from fedquilt.tools.simulation import pool_worker; pool_worker.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True

@@ -42,7 +42,7 @@ def second(nodes: Nodes) -> Iterator[Any]:
 
 def here(given: agents.Plan, tmp_path: Path) -> Outcome:
     """What the job comes to in this process."""
-    return simulated(given, carriers.in_process(given.members()[0])[0], tmp_path / "here")
+    return simulated(given, carriers.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:
@@ -107,8 +107,8 @@ def test_a_node_with_another_fedquilt_is_refused_by_name(
     workers = RayWorkers("numpy", "ray", count=None, mixed=True)
     said = r"older \(Ray node \w+\) has other code than this machine: fedquilt 0\.0\.9 \(\w+\), not 0\.1\.0 \(\w+\)"
     try:
-        with pytest.raises(JobError, match=said), Pool(workers, given.members()[0]) as pool:
-            pool.warm()
+        with pytest.raises(JobError, match=said), Pool(workers, given.load_devices()[0]) as pool:
+            pool.wait_until_ready()
     finally:
         nodes.kill(node)
 
@@ -125,12 +125,12 @@ def test_a_node_whose_libraries_differ_is_refused_by_name_unless_nodes_may_be_mi
     node = nodes.add("mixed", {"PYTHONPATH": str(told.parent)})
     given = plan("fedavg", tmp_path)
     try:
-        alike = Pool(RayWorkers("numpy", "ray", count=None, mixed=False), given.members()[0])
+        alike = Pool(RayWorkers("numpy", "ray", count=None, mixed=False), given.load_devices()[0])
         with pytest.raises(JobError, match=r"(mixed|one) .*differs from .*: numpy .*--mixed"), alike:
-            alike.warm()
+            alike.wait_until_ready()
         workers = RayWorkers("numpy", "ray", count=None, mixed=True)
-        with Pool(workers, given.members()[0]) as pool:
-            pool.warm()
+        with Pool(workers, given.load_devices()[0]) as pool:
+            pool.wait_until_ready()
             assert {each.libraries["numpy"] for each in workers.machines.values()} > {"1.26.4"}
     finally:
         nodes.kill(node)

@@ -69,7 +69,7 @@ def test_bits_by_a_client_server_are_those_of_one_process(name: str, tmp_path: P
     workers = RayWorkers(str(given.job.engine), address, count=2, mixed=False)
     with hands(workers, given) as made:
         there = simulated(given, made, tmp_path / "ray")
-    here = carriers.in_process(given.members()[0])[0]
+    here = carriers.make_local_backend(given.load_devices()[0])[0]
     assert there == simulated(given, here, tmp_path / "here")
 
 

@@ -41,14 +41,14 @@ def carried() -> Iterator[Carried]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.names()]
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Path, carried: Carried) -> None:
     """Of every state; some methods in `make test`, all at night."""
     given = plan(name, tmp_path)
     workers, made = carried(given)
     workers.nodes.clear()
-    here = carriers.in_process(given.members()[0])[0]
+    here = carriers.make_local_backend(given.load_devices()[0])[0]
     assert simulated(given, made, tmp_path / "ray") == simulated(given, here, tmp_path / "here")
     assert len(workers.machines) == 2
     assert workers.nodes

@@ -15,7 +15,7 @@ from simulated_fleets import Fleet, facts
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended, Reopened
 from fedquilt.core import Answer, DataError, DiskFullError, Method, ModelError, Site, Task
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import learners
+from fedquilt.testing.toys import point_members
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 DEVICES = {"dev-0", "dev-1", "dev-2"}
@@ -127,7 +127,7 @@ def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet)
 
 def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> None:
     """The most likely cause stands beside the learning rate."""
-    given = learners(2, 13)
+    given = point_members(2, 13)
     for member in given:
         member.train.x[:, 0] *= 1e4
     ended = fleet.played(members=given)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator.cohort import sample
+from fedquilt.coordinator.cohort import select_cohort
 from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, play, toy_bundle
+from fedquilt.testing.toys import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import carriers, run
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -31,13 +31,13 @@ def engine() -> NumpyEngine:
 def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
     """Opens simulations of five toy devices, each in a home of its own; `begin.hands` carries their orders out."""
     with contextlib.ExitStack() as stack:
-        bundle = folder(tmp_path / "bundle", toy_bundle())
+        bundle = write_bundle(tmp_path / "bundle", toy_bundle())
         homes = (tmp_path / f"home-{i}" for i in range(100))
 
         def make(name: str = "fedavg", method: Method | None = None, **table: Any) -> Simulation:
-            wanted = job(name, {**SMALL, **table.pop("params", {})}, **table)
+            wanted = make_job(name, {**SMALL, **table.pop("params", {})}, **table)
             load = methods.load if method is None else lambda name: method
-            held = {member.device: len(member.held) for member in learners(5, 13)}
+            held = {member.device: len(member.held) for member in point_members(5, 13)}
             return stack.enter_context(Simulation(wanted, bundle, held, next(homes), load=load, engine="numpy"))
 
         yield make
@@ -67,14 +67,14 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = carriers.in_process(learners(5, 13), engine=engine)
+    hands, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
         now_s += 1.0
         return hands(asked)
 
-    for _ in run.play([simulation], carry):
+    for _ in run.run_rounds([simulation], carry):
         now_s += 3600.0
     assert [each.wall_s for each in simulation.rounds] == [1.0, 1.0, 1.0]
 
@@ -89,15 +89,15 @@ def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) ->
         {"params": {"lr": 0.05}, "rounds": 1},
         {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
     ]
-    carry, _ = carriers.in_process(learners(5, 13), engine=engine)
+    carry, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
     abreast = [begin("scaffold", **table) for table in tables]
-    assert [len(each.rounds) for each in run.play(abreast, carry) if each.over] == [1, 3, 3]
+    assert [len(each.rounds) for each in run.run_rounds(abreast, carry) if each.has_ended] == [1, 3, 3]
     assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
     for together, table in zip(abreast, tables, strict=True):
         alone = begin("scaffold", **table)
-        for _ in run.play([alone], carry):
+        for _ in run.run_rounds([alone], carry):
             pass
-        assert tensors.pack(alone.state) == tensors.pack(together.state)
+        assert tensors.pack_state(alone.state) == tensors.pack_state(together.state)
         assert [each.devices for each in alone.rounds] == [each.devices for each in together.rounds]
 
 
@@ -105,11 +105,11 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = carriers.in_process(learners(5, 13), load=lambda name: method, engine=engine)
-    for _ in run.play([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
+    carry, _ = carriers.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
+    for _ in run.run_rounds([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
         pass
     assert sorted(seen) == sorted(
-        [f"{sample(0, number, [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
+        [f"{select_cohort(0, number, [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
     )
 
 
@@ -123,24 +123,32 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
     def observe(simulation: Simulation, hands: Hands) -> None:
         rounds[:] = [each.devices for each in simulation.rounds]
 
-    play(
-        "fedavg", toy_bundle(), learners(5), SMALL, engine=engine, observe=observe, seed=3, rounds=4, cohort={"size": 2}
+    run_method(
+        "fedavg",
+        toy_bundle(),
+        point_members(5),
+        SMALL,
+        engine=engine,
+        observe=observe,
+        seed=3,
+        rounds=4,
+        cohort={"size": 2},
     )
     names = [f"dev-{i}" for i in range(5)]
-    assert rounds == [sample(3, number, names, 2) for number in range(4)]
+    assert rounds == [select_cohort(3, number, names, 2) for number in range(4)]
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:
     """One model down and one up for each device; with "local" it goes down in the first round only."""
-    size = len(tensors.encode(toy_bundle().load("model")))
+    size = len(tensors.encode_tensors(toy_bundle().load("model")))
     taken: list[tuple[int, int]] = []
 
     def observe(simulation: Simulation, hands: Hands) -> None:
         taken[:] = [(each.down_bytes, each.up_bytes) for each in simulation.rounds]
 
-    play("fedavg", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
+    run_method("fedavg", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 3 * size)] * 2
-    play("local", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
+    run_method("local", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 0), (0, 0)]
 
 
@@ -155,8 +163,10 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
                 taken[codec] = (simulation.rounds[0].down_bytes, simulation.rounds[0].up_bytes)
 
         wire = {"codec": codec}
-        run = play("fedavg", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire)
-        return [tensors.encode(state.model) for state in run]
+        run = run_method(
+            "fedavg", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire
+        )
+        return [tensors.encode_tensors(state.model) for state in run]
 
     raw, coded = models("raw"), models(codec)
     assert raw[0] == coded[0]
@@ -175,7 +185,9 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
             closed.append("closed")
 
     budgets = {"budgets": [f"{100 + each}MB" for each in range(10)]}
-    play("fedavg", toy_bundle(), learners(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets)
+    run_method(
+        "fedavg", toy_bundle(), point_members(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets
+    )
     assert closed == []
 
 
@@ -192,7 +204,7 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
     with pytest.raises(
         JobError, match=r"the method's code failed in round 0 on 2 of 2 devices .ValueError: the dog ate it"
     ):
-        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
+        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
@@ -203,18 +215,18 @@ def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyE
 
     broken = replace(methods.load("fedavg"), init=init)
     with pytest.raises(JobError, match=r"has failed: the bundle is of another kind"):
-        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
+        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_waits_for_devices_that_never_come_ends(engine: NumpyEngine) -> None:
     with pytest.raises(JobError, match=r"has stopped: no device is left that could go on with it"):
-        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
+        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
 
 
 def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
     """When the job is read."""
     with pytest.raises(JobError, match="fedavg runs on torch or numpy"):
-        job("fedavg", SMALL, engine="onnx")
+        make_job("fedavg", SMALL, engine="onnx")
 
 
 # -- what it costs --------------------------------------------------------------------------------
@@ -230,7 +242,7 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
         return method.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, fold=fold), rounds=2)
-    carry, _ = carriers.in_process(learners(5, 13), engine=engine)
-    for _ in run.play([simulation], carry):
+    carry, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
+    for _ in run.run_rounds([simulation], carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2

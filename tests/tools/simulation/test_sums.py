@@ -11,7 +11,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.summing import Summing
-from fedquilt.testing.toys import learners, toy_bundle
+from fedquilt.testing.toys import point_members, toy_bundle
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.sums import Sums
@@ -29,7 +29,7 @@ JOB: dict[str, Any] = {
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of how many devices sums have come, and how many updates the coordinator has folded itself."""
     found: dict[str, list[int]] = {"sums": [], "folded": []}
-    apart, added = Folding.put_apart, Summing._added
+    apart, added = Folding.add_pending_sum, Summing._add_update
 
     def put_apart(self: Folding, given: Any, total: Any) -> None:
         found["sums"].append(len(given))
@@ -47,14 +47,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         found["folded"].append(1)
         return added(self, given)
 
-    monkeypatch.setattr(Folding, "put_apart", put_apart)
-    monkeypatch.setattr(Summing, "_added", one)
+    monkeypatch.setattr(Folding, "add_pending_sum", put_apart)
+    monkeypatch.setattr(Summing, "_add_update", one)
     return found
 
 
 def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
-    made = simulate(settings.parse({**JOB, **job}), folder, learners(6, 13), workers=workers, together=True)
-    return tensors.encode(made.artefact.tensors), [each.devices for each in made.rounds]
+    made = simulate(settings.parse_job({**JOB, **job}), folder, point_members(6, 13), workers=workers, together=True)
+    return tensors.encode_tensors(made.artefact.tensors), [each.devices for each in made.rounds]
 
 
 def test_the_coordinator_merges_sums_and_folds_nothing_itself(folder: Path, taken: dict[str, list[int]]) -> None:
@@ -94,7 +94,7 @@ def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
     folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their outcomes have said that it follows, and were examined meanwhile."""
-    monkeypatch.setattr(Pool, "_sum_of", lambda self, package: b"")
+    monkeypatch.setattr(Pool, "_wait_for_sum", lambda self, package: b"")
     on_a_pool = played(folder, 2)
     assert taken == {"sums": [1] * 6 + [6, 6], "folded": [1] * 18}
     assert played(folder, 0) == on_a_pool
@@ -103,5 +103,5 @@ def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
 def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
     """The coordinator comes upon it then, and says what it is."""
     sums = Sums()
-    assert not sums.takes(str(tmp_path / "nothing"), [], [])
-    assert sums.sum() == b""
+    assert not sums.prepare_sum(str(tmp_path / "nothing"), [], [])
+    assert sums.pack_sum() == b""

@@ -1,4 +1,9 @@
-"""`fedquilt bench sim`: simulated fleets beside a bare PyTorch loop of the same steps, and others' simulators.
+"""Benchmark of simulated fleets against a plain PyTorch loop and other simulators.
+
+Two FedAvg workloads on 28x28 images, SGD 0.05, batches of 32: `compute` (100 clients with 600 images, 10 per round, 30
+rounds, a CNN) and `overhead` (1,000 clients with 60 images, 50 per round, 20 rounds, logistic regression). All
+contestants start with the same weights and take turns on the same cores, with one process per core except for the
+single-process loop. A rate is client-rounds per second over all rounds except the first.
 
 Two workloads, FedAvg with SGD 0.05 and batches of 32 on 28x28 images: `compute` (100 clients with 600 images, 10 a
 round, 30 rounds, a CNN 16-32-128-10), where arithmetic is all, and `overhead` (1,000 clients with 60 images, 50 a
@@ -34,7 +39,7 @@ from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.bench.sim import others
-from fedquilt.tools.report.figures import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import compare_at_least, compare_at_most, format_figures
 
 HERE = Path(__file__).parent
 SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some time
@@ -44,7 +49,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Workload:
-    """Federation that every contestant trains: sizes, rounds and network."""
+    """A federation that every contestant trains: sizes, rounds and network."""
 
     name: str
     clients: int
@@ -64,7 +69,7 @@ OVERHEAD = Workload("overhead", 1000, 60, 50, 20, {"name": "mlp", "inputs": 784,
 
 @dataclass(frozen=True)
 class Contestant:
-    """What runs a workload: its command, less the folder and the number of processes."""
+    """A program that runs a workload, without the arguments for folder and processes."""
 
     name: str
     title: str
@@ -74,19 +79,19 @@ class Contestant:
     carrier: str = ""  # who does our devices' work, as of `--engine`; "": a pool
     cores: frozenset[int] = frozenset()  # that it and all it starts may use; none: as this process
 
-    def takes(self, work: Workload) -> bool:
-        """Whether it is no other of the contestants under another name."""
+    def is_distinct_for(self, work: Workload) -> bool:
+        """Return whether the engine differs from the workload's own, which another contestant uses."""
         return self.engine != work.engine
 
 
 NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
 
 
-def chosen(only: Sequence[str]) -> Sequence[Workload]:
-    """The workloads of these names, all without any: W1 is `compute`, W2 is `overhead`.
+def select_workloads(only: Sequence[str]) -> Sequence[Workload]:
+    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them.
 
     Raises:
-        JobError: there is no such workload.
+        JobError: If a name is unknown.
     """
     for name in only:
         if name not in NAMES:
@@ -100,26 +105,26 @@ def measure(
     repeats: int = 3,
     workloads: Sequence[Workload] = (COMPUTE, OVERHEAD),
     processes: int | None = None,
-    show: Callable[[str, float, float], None] = progress.LINE.at,
+    show: Callable[[str, float, float], None] = progress.LINE.show_status,
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn.
 
     Args:
         path: IDX images of 28x28, such as MNIST's `raw` folder.
-        beside: other simulators, names of `others.OTHERS`; each runs once.
-        repeats: runs of ours and of the bare loops.
-        workloads: federations to run.
-        processes: workers; None: one for each core that this process may use.
-        show: called again and again with the name of the present run, how many are done, and of how many.
+        beside: Names of other simulators among `others.OTHERS`, which run once each.
+        repeats: Number of runs of fedquilt and of the plain loops.
+        workloads: Federations to run.
+        processes: Number of workers, or None for one per available core.
+        show: Function called repeatedly with the name of the current run, the finished and the total number.
 
     Raises:
-        DataError: no such images.
-        JobError: an unknown simulator.
+        DataError: If the images are missing or too few.
+        JobError: If a simulator is unknown.
     """
     for name in beside:
-        others.named(name)
+        others.find_simulator(name)
     processes = processes or len(os.sched_getaffinity(0))
-    contestants, absent = _contestants(beside, processes)
+    contestants, absent = _find_contestants(beside, processes)
     found: dict[str, Any] = {
         "processes": processes,
         "load": os.getloadavg()[0],
@@ -134,17 +139,19 @@ def measure(
             for work in workloads
             for turn in range(repeats)
             for each in contestants
-            if each.takes(work) and (turn == 0 or each.name in (*OURS, *BARE))
+            if each.is_distinct_for(work) and (turn == 0 or each.name in (*OURS, *BARE))
         ]
         runs: dict[str, dict[str, list[dict[str, Any]]]] = {work.name: {} for work in workloads}
         for work in workloads:
             write_workload(work, path, Path(scratch) / work.name)
         for done, (work, turn, each) in enumerate(turns):
             tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
-            runs[work.name].setdefault(each.name, []).append(run(each, Path(scratch) / work.name, work, tell))
+            runs[work.name].setdefault(each.name, []).append(
+                run_contestant(each, Path(scratch) / work.name, work, tell)
+            )
         for work in workloads:
-            found["workloads"][work.name] = summary(runs[work.name], contestants)
-    found["figures"] = _figures(found)
+            found["workloads"][work.name] = summarise_runs(runs[work.name], contestants)
+    found["figures"] = _build_figures(found)
     return found
 
 
@@ -152,8 +159,7 @@ OURS = ("ours", "ours_torch")
 BARE = ("bare_1", "bare_n")
 
 
-def _contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
-    """Those there are, and why others are not."""
+def _find_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
     bare = (sys.executable, str(HERE / "bare.py"))
     ours = (sys.executable, str(HERE / "ours.py"))
     found = [
@@ -165,7 +171,7 @@ def _contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant
     absent = {}
     for name in beside:
         try:
-            python, version = others.environment(name)
+            python, version = others.prepare_environment(name)
         except others.AbsentError as error:
             absent[name] = str(error)
             continue
@@ -182,7 +188,7 @@ def write_workload(work: Workload, path: Path | str, folder: Path) -> None:
     """
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
-        examples.load_all(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
+        examples.load_split(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
     )
     wanted = work.clients * work.each
     if train.x.shape[1:] != (28, 28) or len(train) < wanted:
@@ -192,9 +198,11 @@ def write_workload(work: Workload, path: Path | str, folder: Path) -> None:
     for name, array in (("x", train.x[rows]), ("y", train.y[rows]), ("test_x", test.x), ("test_y", test.y)):
         np.save(folder / f"{name}.npy", array)
     names = {NAME.format(index): index for index in range(work.clients)}
-    asked = [[names[name] for name in cohort.sample(SEED, number, names, work.asked)] for number in range(work.rounds)]
+    asked = [
+        [names[name] for name in cohort.select_cohort(SEED, number, names, work.asked)] for number in range(work.rounds)
+    ]
     np.save(folder / "cohorts.npy", np.array(asked))
-    start = _weights(work.network)
+    start = _draw_weights(work.network)
     np.savez(folder / "start.npz", **start)  # type: ignore[arg-type]
     job = {
         "name": "bench",
@@ -211,12 +219,12 @@ def write_workload(work: Workload, path: Path | str, folder: Path) -> None:
     if work.network["name"] != "mlp":  # whose table implies its register
         from fedquilt.models.networks import tensor_register
 
-        facts["register"] = tensor_register.of_table(work.network)
-    bundle.write(folder / "bundle", facts, {"model": tensors.encode(start)})
+        facts["register"] = tensor_register.register_from_table(work.network)
+    bundle.write_bundle(folder / "bundle", facts, {"model": tensors.encode_tensors(start)})
 
 
-def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Drawn in a process of its own, so that this one does not hold torch."""
+def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
+    # in a separate process, so that this one does not load torch
     code = (
         "import json, sys\n"
         "from fedquilt import tensors\n"
@@ -226,12 +234,11 @@ def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
         "sys.stdout.buffer.write(tensors.encode(held))"
     )
     shown = subprocess.run([sys.executable, "-c", code, json.dumps(network)], capture_output=True, check=True)
-    return tensors.decode(shown.stdout)
+    return tensors.decode_tensors(shown.stdout)
 
 
 @contextlib.contextmanager
-def _on(cores: frozenset[int]) -> Iterator[None]:
-    """Give processes that the body starts these cores, which they inherit from this thread; none: all that it has."""
+def _restrict_to_cores(cores: frozenset[int]) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -240,25 +247,27 @@ def _on(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
-    """One contestant once: what it tells, and what its processes hold together at most. `tell` is called meanwhile.
+def run_contestant(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
+    """Run a contestant once. Return its output, and peak memory and processor time.
+
+    `tell` is called repeatedly during the run.
 
     Raises:
-        FedquiltError: it failed; says its last words.
+        FedquiltError: If the contestant failed.
     """
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
         command = [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])]
-        with _on(each.cores):
+        with _restrict_to_cores(each.cores):
             process = subprocess.Popen(command, stdout=told, stderr=said, env=env, cwd=folder)
-        rss, pss, spent_s = 0, 0, _children_s()
+        rss, pss, spent_s = 0, 0, _child_processor_s()
         while process.poll() is None:
             tell()
-            now_rss, now_pss = _held(process.pid)
+            now_rss, now_pss = _memory_bytes(process.pid)
             rss, pss = max(rss, now_rss), max(pss, now_pss)
             time.sleep(SAMPLE_S)
-        wall_s, cpu_s = time.perf_counter() - began_s, _children_s() - spent_s
+        wall_s, cpu_s = time.perf_counter() - began_s, _child_processor_s() - spent_s
         said.seek(0), told.seek(0)
         last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
         if process.returncode or not last:
@@ -276,14 +285,13 @@ def run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]
     }
 
 
-def _children_s() -> float:
-    """Processor seconds of all processes that this one has started and that are over."""
+def _child_processor_s() -> float:
     times = os.times()
     return times.children_user + times.children_system
 
 
-def _held(pid: int) -> tuple[int, int]:
-    """Resident bytes of a process and all its children: added up, and with shared pages shared out."""
+def _memory_bytes(pid: int) -> tuple[int, int]:
+    """Return RSS and PSS of a process and its children, in bytes."""
     rss = pss = 0
     try:
         root = psutil.Process(pid)
@@ -296,8 +304,7 @@ def _held(pid: int) -> tuple[int, int]:
     return rss, pss
 
 
-def summary(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
-    """Medians of each contestant's runs."""
+def summarise_runs(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
     kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
     return {
         each.name: {
@@ -310,27 +317,27 @@ def summary(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contest
     }
 
 
-def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """What is to be reached, of the workloads and contestants there were. Ratios are of the runs of one turn."""
+def _build_figures(found: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, limit in (("compute", 1.1), ("overhead", 1.0)):
         if name not in found["workloads"]:
             continue
         told = found["workloads"][name]
         ratio = statistics.median(a / b for a, b in zip(told["ours"]["rates"], told["bare_n"]["rates"], strict=True))
-        figures[f"{name}_of_bare_loop"] = at_least(ratio, limit, "x")
-        figures[f"{name}_memory"] = figure(told["ours"]["rss_mb"], 400 if name == "overhead" else 600, "MB")
+        figures[f"{name}_of_bare_loop"] = compare_at_least(ratio, limit, "x")
+        figures[f"{name}_memory"] = compare_at_most(told["ours"]["rss_mb"], 400 if name == "overhead" else 600, "MB")
         best = max(each["accuracy"] for each in told.values())
-        figures[f"{name}_accuracy_behind_best"] = figure(100 * (best - told["ours"]["accuracy"]), 1.0, "points")
+        figures[f"{name}_accuracy_behind_best"] = compare_at_most(
+            100 * (best - told["ours"]["accuracy"]), 1.0, "points"
+        )
         if name == "overhead":
-            figures["overhead_whole_run"] = figure(told["ours"]["wall_s"], 2.0, "s")
+            figures["overhead_whole_run"] = compare_at_most(told["ours"]["wall_s"], 2.0, "s")
             if "flower" in told:
-                figures["overhead_of_flower"] = at_least(told["ours"]["rate"] / told["flower"]["rate"], 15, "x")
+                figures["overhead_of_flower"] = compare_at_least(told["ours"]["rate"] / told["flower"]["rate"], 15, "x")
     return figures
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For people."""
     shown = [f"{result['processes']} processes each, load {result['load']:.1f} when it began"]
     for name, told in result["workloads"].items():
         shown.append(f"{name:24} client-rounds/s   of bare   start s   whole s   CPU s   RSS MB   PSS MB   accuracy")
@@ -340,4 +347,4 @@ def lines(result: dict[str, Any]) -> list[str]:
             held = f"{each['cpu_s']:7.1f} {each['rss_mb']:8.0f} {each['pss_mb']:8.0f}"
             shown.append(f"  {each['title']:22} {speed} {held} {100 * each['accuracy']:9.2f}%")
     shown += [f"  not here: {why}" for why in result["absent"].values()]
-    return [*shown, *figure_lines(result)]
+    return [*shown, *format_figures(result)]

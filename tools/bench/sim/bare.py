@@ -1,4 +1,4 @@
-"""The floor: the same steps in plain PyTorch, in one process or shared out evenly among some. No framework at all."""
+"""Baseline of `fedquilt bench sim`: plain PyTorch training in one or more processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workload import Workload, arguments, since_start, tell
 
 
 class Loop:
-    """One process's model and optimizer, used again for every client."""
+    """Model and optimizer of one process, reused for all clients."""
 
     def __init__(self, work: Workload) -> None:
         torch.set_num_threads(1)
@@ -21,7 +21,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.parameters, lr=work.spec["lr"])
 
     def train(self, start: list[torch.Tensor], clients: Any, total: list[torch.Tensor]) -> None:
-        """Train each client from `start`, and add what comes of it to `total`."""
+        """Train each client from `start`, and add the trained parameters to `total`."""
         for client in clients:
             x, y = self.work.client(int(client))
             with torch.no_grad():
@@ -36,8 +36,8 @@ class Loop:
                     added.add_(value)
 
 
-def helper(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
-    """Another process: clients in, sums out through shared memory."""
+def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
+    """Train the clients received from `pipe` in a worker process, with sums in shared memory."""
     loop = Loop(Workload(folder))
     pipe.send(None)
     while (clients := pipe.recv()) is not None:
@@ -49,7 +49,6 @@ def helper(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pi
 
 
 def main() -> None:
-    """Run the bare loop on the command line's folder with its number of processes."""
     work, processes = arguments()
     loop, spawn = Loop(work), multiprocessing.get_context("spawn")
     start = [value.detach().clone().share_memory_() for value in work.network().parameters()]
@@ -57,7 +56,7 @@ def main() -> None:
     pipes = []
     for total in totals[1:]:
         ours, theirs = spawn.Pipe()
-        spawn.Process(target=helper, args=(str(work.folder), start, total, theirs), daemon=True).start()
+        spawn.Process(target=run_worker, args=(str(work.folder), start, total, theirs), daemon=True).start()
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()

@@ -1,4 +1,4 @@
-"""Flower on a workload: its own FedAvg, message API and Ray backend. Runs in an environment of its own."""
+"""Flower on a workload with its own FedAvg, message API and Ray backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ server = ServerApp()
 
 
 class Timed(FedAvg):  # type: ignore[misc]
-    """FedAvg that notes when a round's clients are asked; the next round's, or the end, is when it is over."""
+    """FedAvg that records the start of each round."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -31,7 +31,6 @@ class Timed(FedAvg):  # type: ignore[misc]
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
-        """Note the start of the round."""
         if not self.began_s:
             self.start_s = since_start()
         self.began_s.append(time.perf_counter())
@@ -39,8 +38,8 @@ class Timed(FedAvg):  # type: ignore[misc]
 
 
 @server.main()  # type: ignore[untyped-decorator]
-def serve(grid: Grid, context: Context) -> None:
-    """All rounds, then the test set."""
+def run_rounds(grid: Grid, context: Context) -> None:
+    """Run all rounds, then evaluate on the test set."""
     work = Workload(os.environ["BENCH_FOLDER"])
     rounds, cohort = work.cohorts.shape
     strategy = Timed(fraction_train=cohort / work.spec["clients"], fraction_evaluate=0.0, min_available_nodes=cohort)

@@ -1,4 +1,4 @@
-"""The client's part of `flower_app`: a module that Ray's actors import, so that what it keeps stays with them."""
+"""Client of `flower_app`, a module of its own so that Ray's actors keep its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ client = ClientApp()
 
 @client.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
-    """One epoch on the client's own examples."""
+    """Train one epoch on the client's examples."""
     if not held:
         torch.set_num_threads(1)
         held["work"] = Workload(os.environ["BENCH_FOLDER"])

@@ -1,4 +1,4 @@
-"""Other simulators' environments: made once, in a cache folder, from the package index."""
+"""Cached Python environments of the simulators to compare with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedquilt.core import FedquiltError, JobError
 
 
 class Other(NamedTuple):
-    """A simulator that somebody else makes."""
+    """Package and script of another simulator."""
 
     package: str
     requirement: str
@@ -27,43 +27,47 @@ OTHERS = {
 }
 
 
-class AbsentError(FedquiltError):
-    """A simulator that cannot be installed here."""
+class AbsentError(FedquiltError): ...
 
 
-def cache() -> Path:
-    """Where environments are kept."""
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench"
 
 
-def named(name: str) -> Other:
-    """Raises JobError for one that there is not."""
+def find_simulator(name: str) -> Other:
+    """Return a simulator by name.
+
+    Raises:
+        JobError: If the name is unknown.
+    """
     if name not in OTHERS:
         raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
     return OTHERS[name]
 
 
-def environment(name: str, folder: Path | None = None) -> tuple[Path, str]:
-    """The Python of its environment, with this one's torch, and its version; made if it is not there.
+def prepare_environment(name: str, folder: Path | None = None) -> tuple[Path, str]:
+    """Return a simulator's Python and version, and install the environment if missing.
+
+    The environment gets the torch version of this Python.
 
     Raises:
-        AbsentError: it cannot be made; with pip's last words.
+        AbsentError: If the installation failed.
     """
-    other = named(name)
-    home = (folder or cache()) / name
+    other = find_simulator(name)
+    home = (folder or cache_folder()) / name
     python = home / "bin" / "python"
     ready = home / "ready"
     if not ready.exists():
         torch = metadata.version("torch").partition("+")[0]
-        _done([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], other)
+        _run_command([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], other)
         pip = [sys.executable, "-m", "pip", "--python", str(python)]
-        _done([*pip, "install", "--quiet", f"torch=={torch}", other.requirement], other)
+        _run_command([*pip, "install", "--quiet", f"torch=={torch}", other.requirement], other)
         ready.touch()
     shown = [str(python), "-c", f"from importlib import metadata; print(metadata.version({other.package!r}))"]
-    return python, _done(shown, other).strip()
+    return python, _run_command(shown, other).strip()
 
 
-def _done(command: list[str], other: Other) -> str:
+def _run_command(command: list[str], other: Other) -> str:
     try:
         found = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE [CARRIER]]`.
+"""Fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE [CARRIER]]`.
 
 Without ENGINE the devices have the job's, and without CARRIER (as of `fedquilt fleet --engine`) a pool does their work.
 """
@@ -26,30 +26,29 @@ from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 
-def members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:
-    """The clients, each read when it is asked for: nothing is held."""
+def read_members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:
+    """Yield the clients, each read from disk on demand."""
     files = {folder / f"{name}.npy": np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy"}
     places = {path: (file.offset, file.dtype, file.shape[1:]) for path, file in files.items()}
     del files  # read, not mapped: pages that are mapped would count as this process's own
     each = spec["each"]
 
-    def rows(path: Path, first: int) -> np.ndarray:
+    def read_rows(path: Path, first: int) -> np.ndarray:
         offset, dtype, shape = places[path]
         row = math.prod(shape)
         found = np.fromfile(path, dtype, each * row, offset=offset + first * row * dtype.itemsize)
         return found.reshape(each, *shape)
 
     for index in range(spec["clients"]):
-        x, y = (rows(path, index * each) for path in places)
+        x, y = (read_rows(path, index * each) for path in places)
         yield Member(spec["name"].format(index), Examples(x, y), Examples(x[:0], y[:0]))
 
 
 def main() -> None:
-    """Run fedquilt's simulation on the command line's folder with its number of workers."""
     folder, workers = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
-    job = settings.parse({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
+    job = settings.parse_job({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
     carrier = sys.argv[4] if sys.argv[4:] else "pool"
     began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
     told: dict[str, float] = {}
@@ -57,13 +56,13 @@ def main() -> None:
 
     def observe(simulation: Simulation, hands: Hands) -> None:
         spent_s.append(time.process_time())
-        if simulation.finished:
-            told.update(evaluation.metrics_of(found) if (found := hands.test(simulation)) else {})
+        if simulation.is_finished:
+            told.update(evaluation.compute_metrics(found) if (found := hands.evaluate_test_set(simulation)) else {})
 
     outcome = simulate(
         job,
         folder / "bundle",
-        members(folder, spec),
+        read_members(folder, spec),
         workers=workers,
         engine=carrier,
         together=True,
@@ -79,7 +78,7 @@ def main() -> None:
                 "run_s": time.perf_counter() - began_s,
                 "coordinator_s": spent_s[len(outcome.rounds)]
                 - spent_s[1],  # of its processor, in all rounds but the first
-                "sha256": hashlib.sha256(tensors.encode(outcome.artefact.tensors)).hexdigest(),
+                "sha256": hashlib.sha256(tensors.encode_tensors(outcome.artefact.tensors)).hexdigest(),
             }
         )
     )

@@ -1,4 +1,4 @@
-"""pfl-research on a workload: its own FedAvg and simulated backend, in processes that torch.distributed joins."""
+"""The simulator pfl-research on a workload with its own FedAvg, in torch.distributed processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 
-def launch() -> int:
-    """Start as many processes as are wanted, as torchrun would, but without a process of its own that holds torch."""
+def start_processes() -> int:
+    """Start the ranks like torchrun, without a parent process that loads torch. Return the exit code."""
     count = int(sys.argv[2])
     if count == 1:
         return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "BENCH_RANK": "0"}).returncode
@@ -35,8 +35,8 @@ def launch() -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def play() -> None:
-    """One process's part."""
+def run_rank() -> None:
+    """Run one rank. Rank 0 prints the result."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -58,7 +58,7 @@ def play() -> None:
     module.loss = lambda x, y, **_: F.cross_entropy(module(x), y)
     module.metrics = lambda x, y, **_: {}
 
-    def dataset(user: int) -> Dataset:
+    def create_dataset(user: int) -> Dataset:
         x, y = work.client(user)
         rows = torch.randperm(len(y))
         return Dataset(raw_data=[x[rows], y[rows]], user_id=str(user))
@@ -80,7 +80,7 @@ def play() -> None:
             return False, Metrics()
 
     asked = iter(work.cohorts.ravel().tolist() * 2)
-    training = FederatedDataset(dataset, lambda: next(asked))
+    training = FederatedDataset(create_dataset, lambda: next(asked))
     rounds, cohort = work.cohorts.shape
     model = PyTorchModel(
         model=module,
@@ -110,6 +110,6 @@ def play() -> None:
 
 if __name__ == "__main__":
     if "BENCH_RANK" in os.environ:
-        play()
+        run_rank()
     else:
-        sys.exit(launch())
+        sys.exit(start_processes())

@@ -1,4 +1,9 @@
-"""Workload of a contestant of `fedquilt bench sim`, read with numpy and torch alone.
+"""Workload of a contestant of `fedquilt bench sim`, read with numpy and torch only.
+
+These scripts run in environments of other simulators, without fedquilt.
+
+A folder contains `spec.json`, examples in order of clients (`x.npy` (clients * n, 28, 28) uint8, `y.npy`), a test set,
+the initial weights (`start.npz`, by torch's names) and the cohort of each round (`cohorts.npy`).
 
 These scripts run in environments of other simulators, where fedquilt is not installed.
 
@@ -21,8 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # every contestant gets its cores
 
 
 class Workload:
-    """One workload, read from its folder."""
-
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         self.spec: dict[str, Any] = json.loads((self.folder / "spec.json").read_text())
@@ -30,11 +33,11 @@ class Workload:
         self.cohorts = np.load(self.folder / "cohorts.npy")
 
     def client(self, index: int) -> tuple[Any, Any]:
-        """A client's examples as tensors: x (n, 1, 28, 28) in 0..1, y (n,)."""
+        """Return a client's examples as tensors: x (n, 1, 28, 28) in 0..1, y (n,)."""
         return self._tensors(slice(index * self.spec["each"], (index + 1) * self.spec["each"]))
 
     def network(self, begun: bool = True) -> Any:
-        """The network, with the weights to begin with."""
+        """Build the network, with the initial weights if `begun`."""
         import torch
         from torch import nn
 
@@ -59,7 +62,7 @@ class Workload:
         return model
 
     def accuracy(self, model: Any) -> float:
-        """On the test set, 0..1."""
+        """Return the accuracy on the test set, from 0 to 1."""
         import torch
 
         x, y = (np.load(self.folder / f"test_{name}.npy") for name in "xy")
@@ -78,16 +81,16 @@ class Workload:
         return x, torch.from_numpy(np.array(self.y[rows], dtype=np.int64))
 
 
-def tell(start_s: float, rounds_s: list[float], accuracy: float, **more: Any) -> None:
-    """The last line of a contestant: seconds from its start to its first round, of each round, and how good it got."""
+def print_result(start_s: float, rounds_s: list[float], accuracy: float, **more: Any) -> None:
+    """Print the timings and the accuracy as one line of JSON."""
     print(json.dumps({"start_s": start_s, "rounds_s": rounds_s, "accuracy": accuracy, **more}), flush=True)
 
 
-def since_start() -> float:
-    """Seconds since the bench started this process; it says when in the environment."""
+def seconds_since_start() -> float:
+    """Return the seconds since the start time in the environment variable BENCH_BEGAN."""
     return time.time() - float(os.environ["BENCH_BEGAN"])
 
 
-def arguments() -> tuple[Workload, int]:
-    """The workload and the number of processes."""
+def read_arguments() -> tuple[Workload, int]:
+    """Return the workload and the number of processes from the command line."""
     return Workload(sys.argv[1]), int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Runs of a grid: their starting weights, their execution by the machinery of `fedquilt compare`, and their values."""
+"""Runs of a grid: starting weights, execution and values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import compare, parallel, run_cache
 from fedquilt.tools.experiments.compare import Case
-from fedquilt.tools.experiments.papers.grid import NETWORK, Grid, Pretrain, Row, merged
+from fedquilt.tools.experiments.papers.grid import NETWORK, Grid, Pretrain, Row, merge_tables
 from fedquilt.tools.experiments.single_run import Run
-from fedquilt.tools.experiments.single_run import play as play_job
+from fedquilt.tools.experiments.single_run import run_seed as play_job
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, engine_of
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, choose_job_engine
 
 WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that are used up when the bundle is made
 
 
 class How(msgspec.Struct, frozen=True):
-    """Settings of a cell's run that are not in its job."""
-
     code: str  # the table's own module; "": none
     row: Row
     together: bool
@@ -41,49 +39,46 @@ class How(msgspec.Struct, frozen=True):
     tested: bool
     device: str
 
-    def pick(self, members: list[Member]) -> list[Member]:
-        """Select and name the devices that take part."""
+    def select_devices(self, members: list[Member]) -> list[Member]:
         if self.device:
             members = [Member(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
         return members[slice(*self.row.members)] if self.row.members else members
 
 
 class Cell(NamedTuple):
-    """One run of a table."""
-
     column: str
     row: str
     target: float | None
     case: Case
 
 
-def cells(
+def make_cells(
     grid: Grid, code: str, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
 ) -> list[Cell]:
-    """List all runs of a table, and make their bundles in `out`.
+    """Return all runs of a table, and make their bundles in `out`.
 
-    Runs are ordered by seed, so that an interrupted table is complete for the first seeds.
+    Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
 
     Raises:
-        FedquiltError: a job of the table is wrong, or a bundle cannot be made.
+        FedquiltError: If a job of the table is wrong, or a bundle cannot be made.
     """
     found: list[tuple[str, str, dict[str, Any], Pretrain | None, Row, float | None]] = []
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
             for name, row in grid.rows.items():
-                job = grid.job_of(points, row, seed, rounds)
-                with config.naming(f"{where}, row {name!r}"):
-                    settings.parse(job)
+                job = grid.make_job(points, row, seed, rounds)
+                with config.prefix_errors(f"{where}, row {name!r}"):
+                    settings.parse_job(job)
                 before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
                 found.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
-    bundles = starts(code, [(job, before) for _, _, job, before, _, _ in found], out)
+    bundles = make_bundles(code, [(job, before) for _, _, job, before, _, _ in found], out)
     made = []
     for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
         network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
-        given = settings.parse({**job, "model": network})
-        how = How(code, row, grid.together, grid.first, grid.tested, grid.device)
+        given = settings.parse_job({**job, "model": network})
+        how = How(code, row, grid.together, grid.first, grid.needs_test_set, grid.device)
         written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
         made.append(Cell(column, name, target, Case(written[0], str(folder), written[1], f"{column} {name}".strip())))
     return made
@@ -92,8 +87,11 @@ def cells(
 # -- bundles --------------------------------------------------------------------------------------
 
 
-def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]], out: Path) -> list[Path]:
-    """Make the jobs' bundles, with pretraining where asked for; those in `out`/starts already are reused."""
+def make_bundles(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]], out: Path) -> list[Path]:
+    """Make the bundles of jobs, with pretraining if requested, and return their folders.
+
+    Cached bundles are reused.
+    """
     todo: dict[Path, tuple[Any, ...]] = {}
     found = []
     for job, before in wanted:
@@ -105,64 +103,66 @@ def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]
         measured = table.get("int8") or table.get("input", {}).get("standardise")  # uses the job's own data
         of = [table.get(part) for part in (*NETWORK, *(["data"] if measured else []))]
         key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
-        key += [run_cache.code(), *(run_cache.content(Path(file)) for file in _files(key))]
+        key += [
+            run_cache.compute_code_digest(),
+            *(run_cache.compute_content_digest(Path(file)) for file in _list_files(key)),
+        ]
         folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
         found.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
             todo[folder] = (code, table, before, folder)
-    for _ in parallel.spread(start, list(todo.values())):
+    for _ in parallel.run_in_processes(make_bundle, list(todo.values())):
         pass
     return found
 
 
-def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Path) -> None:
-    """Make the bundle of a job in `folder`/bundle, with pretrained weights if asked for."""
+def make_bundle(code: str, table: dict[str, Any], before: Pretrain | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if before is not None:
-        _one_thread()
+        _use_one_thread()
         file = folder / "weights.safetensors"
-        file.write_bytes(tensors.encode(pretrained(code, table, before)))
-        table = merged(table, {"model": {"weights": str(file)}})
-    prepare.prepare_and_check(settings.parse(table), folder / "bundle")
+        file.write_bytes(tensors.encode_tensors(pretrain_weights(code, table, before)))
+        table = merge_tables(table, {"model": {"weights": str(file)}})
+    prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
 
 
-def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
-    """Train a network on examples of its own, before any round, and return its weights."""
+def pretrain_weights(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
     from fedquilt.models.networks import registry, tensor_register
 
     known = [field.name for field in dataclasses.fields(Fit)]
     for odd in wanted.fit.keys() - set(known):
-        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{config.nearest(odd, known)}")
-    fit, given = Fit(**wanted.fit), examples.load_all(DataSpec.parse(wanted.data, "[pretrain.data]"))
+        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{config.suggest_nearest(odd, known)}")
+    fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
     if wanted.by:
-        return dict(getattr(module(code), wanted.by)(job, given))
+        return dict(getattr(import_code(code), wanted.by)(job, given))
     if wanted.below:
         rows = given.y < wanted.below
         given = Examples(given.x[rows], given.y[rows])
     drawn, seed = {key: value for key, value in job["model"].items() if key not in ("seed", "input")}, job["seed"]
     network = {**drawn, "input": job.get("input") or job["model"].get("input", {})}
 
-    def fresh(seed: int) -> Tensors:
-        return {name: value.numpy() for name, value in registry.load(drawn, seed=seed).state_dict().items()}
+    def draw_weights(seed: int) -> Tensors:
+        return {name: value.numpy() for name, value in registry.load_network(drawn, seed=seed).state_dict().items()}
 
-    found: Tensors = TorchEngine(ROOM_BYTES).train(network, fresh(seed), given, fit, tensors.rng(*wanted.draw, seed))[0]
+    found: Tensors = TorchEngine(ROOM_BYTES).train(
+        network, draw_weights(seed), given, fit, tensors.seeded_rng(*wanted.draw, seed)
+    )[0]
     if not wanted.new_head:
         return found
-    register = tensor_register.of_table(network)
+    register = tensor_register.register_from_table(network)
     last = register.tensors_of_modules([register.classifier() or ""])
-    return {name: value if name in last else found[name] for name, value in fresh(seed + 1000).items()}
+    return {name: value if name in last else found[name] for name, value in draw_weights(seed + 1000).items()}
 
 
-def _files(value: Any) -> list[str]:
-    """Files and folders that a table names."""
+def _list_files(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
-        return [*own, *(file for each in value.values() for file in _files(each))]
-    return [file for each in value for file in _files(each)] if isinstance(value, list | tuple) else []
+        return [*own, *(file for each in value.values() for file in _list_files(each))]
+    return [file for each in value for file in _list_files(each)] if isinstance(value, list | tuple) else []
 
 
-def _one_thread() -> None:
+def _use_one_thread() -> None:
     importlib.import_module("fedquilt.edge_agent.engines.torch_engine")  # before torch: it sets how threads wait
     import torch
 
@@ -172,46 +172,46 @@ def _one_thread() -> None:
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def play(case: Case, tell: compare.Tell) -> Run:
-    """Play one run, by the row's `play` function if it names one.
+def run_case(case: Case, tell: compare.Tell) -> Run:
+    """Run one case, with the row's `play` function if it has one.
 
-    The table's code may have `look(folder, how, simulation, hands)`, which is called before the first round, after each
-    round and at the end, and returns values for the run's `figures`. A `play` function takes (job, folder, how) and
-    returns a `Run`.
+    The code of a table may define `look(folder, how, simulation, hands)`, which is called before the first round,
+    after each round and at the end, and returns values for `Run.figures`. A `play` function takes (job, folder, how)
+    and returns a `Run`.
 
     Raises:
-        FedquiltError: the run has failed.
+        FedquiltError: If the run has failed.
     """
     how, job, folder = msgspec.json.decode(case.how, type=How), case.settings, Path(case.folder)
-    if engine_of(job, methods.load(job.method)) == "torch":
-        _one_thread()
-    code = module(how.code)
+    if choose_job_engine(job, methods.load(job.method)) == "torch":
+        _use_one_thread()
+    code = import_code(how.code)
     if how.row.play:
         run: Run = getattr(code, how.row.play)(job, folder, how)
         return run
-    return played(job, folder, how, tell)
+    return run_with_options(job, folder, how, tell)
 
 
-def played(job: Job, folder: Path, how: How, tell: compare.Tell = lambda done: None, **changes: Any) -> Run:
-    """Play a run with the grid's settings; `changes` replace arguments of `single_run.play`."""
-    look = getattr(module(how.code), "look", None)
-    options: dict[str, Any] = {"pick": how.pick, "away": how.row.away, "together": how.together}
+def run_with_options(job: Job, folder: Path, how: How, tell: compare.Tell = lambda done: None, **changes: Any) -> Run:
+    """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
+    look = getattr(import_code(how.code), "look", None)
+    options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
     if look is not None:
         options["look"] = functools.partial(look, folder, how)
     return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
 
 
-def module(name: str) -> ModuleType | None:
-    """Import the code of a table; None for the name ""."""
+def import_code(name: str) -> ModuleType | None:
+    """Import the code of a table, or return None for the name ""."""
     return importlib.import_module(f"{__package__}.{name}") if name else None
 
 
-def value_of(run: Run, name: str, target: float | None = None) -> Any:
-    """A value of a run by its name: from its `figures`, else from its last evaluation; None: unknown.
+def read_value(run: Run, name: str, target: float | None = None) -> Any:
+    """Return a value of a run by name, from `figures` or else from the last evaluation, or None.
 
-    "test@3" is the value of "test" after 3 rounds. "rounds_to" counts the rounds to the first evaluation that reaches
-    the target; None: never.
+    "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until the target is reached,
+    or None if it never is.
     """
     if name in run.figures:
         return run.figures[name]
@@ -223,22 +223,20 @@ def value_of(run: Run, name: str, target: float | None = None) -> Any:
     return getattr(marks[-1], key, None) if marks else None
 
 
-def played_all(
-    todo: Sequence[Case], out: Path, say: Callable[[str], None], *, may_fail: bool = False
-) -> dict[Case, Run]:
-    """Play all cases, as many at a time as there are cores; runs finished earlier are read from `out`/runs.
+def run_all(todo: Sequence[Case], out: Path, say: Callable[[str], None], *, may_fail: bool = False) -> dict[Case, Run]:
+    """Run all cases in parallel, except those cached in `out`/runs.
 
     Args:
-        todo: all cases.
-        out: folder of finished runs.
-        say: takes lines about the progress; those that failed are among them.
-        may_fail: leave runs out that fail, unless all do.
+        todo: All cases.
+        out: Folder of the cache.
+        say: Function that prints progress lines and failures.
+        may_fail: Leave out runs that fail, unless all fail.
 
     Raises:
-        JobError: a run has failed; names it and the reason. The other runs are kept.
+        JobError: If a run has failed. The other runs are cached.
     """
-    found, failed = compare.finished(todo, out, play, say, progress.LINE.at, abreast=True)
-    progress.LINE.end()
+    found, failed = compare.run_missing_cases(todo, out, run_case, say, progress.LINE.show_status, abreast=True)
+    progress.LINE.end_operation()
     if failed and not (may_fail and found):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     return found

@@ -11,24 +11,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedquilt.tools.experiments.intervals import interval
+from fedquilt.tools.experiments.intervals import confidence_interval
 from fedquilt.tools.report import figures
 
 
-def claim(
+def judge_claim(
     values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
     """Judge a claim about the mean over seeds of a paired difference or a ratio.
 
     Args:
-        values: one for each seed.
-        unit: of the values, for the text.
-        at_least: lower limit claimed of the mean; None: `at_most` is claimed.
-        at_most: upper limit claimed of the mean.
+        values: One value per seed.
+        unit: Unit of the values.
+        at_least: Claimed lower limit of the mean, or None if `at_most` is claimed.
+        at_most: Claimed upper limit of the mean.
 
     Returns:
-        "value", the mean; "low" and "high", its 95 % interval, None with one seed; "verdict": "holds", "not shown",
-        "against", or "one seed: no interval"; and "reached", whether it holds.
+        "value", the mean, "low" and "high", its 95 % interval or None with one seed, "verdict" ("holds", "not shown",
+        "against", or "one seed: no interval"), and "reached", whether the claim holds.
     """
     limit, side = (at_most, -1) if at_least is None else (at_least, 1)
     assert limit is not None
@@ -38,15 +38,14 @@ def claim(
     found["at_least" if side > 0 else "at_most"] = limit
     verdict = "one seed: no interval"
     if len(values) > 1:
-        low, high = interval(values)
+        low, high = confidence_interval(values)
         found |= {"low": round(low, 3), "high": round(high, 3)}
         ends = sorted((side * (low - limit), side * (high - limit)))
         verdict = "holds" if ends[0] > 0 else "against" if ends[1] < 0 else "not shown"
     return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """A claim's mean, interval and verdict in a few words; values compared with 0 have a sign."""
+def format_claim(found: Mapping[str, Any]) -> str:
     sign = "+" if found.get("at_least") == 0 else ""
     mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
     if found["low"] is None:
@@ -54,13 +53,12 @@ def told(found: Mapping[str, Any]) -> str:
     return f"{mean} [{found['low']:{sign}.2f}, {found['high']:{sign}.2f}]{unit}: {found['verdict']}"
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a result, one a line: claims with their intervals, others as in benches."""
+def format_figures(result: Mapping[str, Any]) -> list[str]:
     found = []
     for name, each in result["figures"].items():
         if "verdict" not in each:
-            found += figures.figure_lines({"figures": {name: each}})
+            found += figures.format_figures({"figures": {name: each}})
             continue
         limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
-        found.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {told(each)} (claimed: {limit})")
+        found.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {format_claim(each)} (claimed: {limit})")
     return found

@@ -1,4 +1,4 @@
-"""Code of fedsdg.toml: the gates of FedSDG's devices, jobs of single devices, and the picture of the gates."""
+"""Code of fedsdg.toml: gates of FedSDG, single-device runs, and the picture of the gates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fedquilt import bundle, tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.tools.experiments import single_run
-from fedquilt.tools.experiments.papers.cells import How, played
+from fedquilt.tools.experiments.papers.cells import How, run_with_options
 from fedquilt.tools.experiments.single_run import Run
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation.carriers import Hands
@@ -17,14 +17,14 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """After the last round: sizes in bytes, uploads as a percentage of the shared part, and each device's gates."""
-    if not simulation.finished:
+    """Return after the last round the sizes, the uploads in % of the shared part, and the gates."""
+    if not simulation.is_finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)
     shared = tensors.total_bytes([simulation.state.model])
     found: dict[str, Any] = {
         "shared_bytes": shared,
-        "model_bytes": tensors.total_bytes([bundle.load(folder).load("model")]),
+        "model_bytes": tensors.total_bytes([bundle.load_bundle(folder).load("model")]),
         "sent": 100 * sum(each.up_bytes for each in simulation.rounds) / (tasks * shared),
     }
     gates = {
@@ -37,9 +37,12 @@ def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[s
 
 
 def alone(job: Job, folder: Path, how: How) -> Run:
-    """Run a job for each device alone; the accuracy is over all devices' held-out examples."""
-    members = how.pick(single_run.shares(job, folder)[0])
-    runs = [played(job, folder, how, pick=lambda every, i=i: how.pick(every)[i : i + 1]) for i in range(len(members))]
+    """Run a job for each device alone. The accuracy is over the held-out examples of all devices."""
+    members = how.select_devices(single_run.load_devices(job, folder)[0])
+    runs = [
+        run_with_options(job, folder, how, pick=lambda every, i=i: how.select_devices(every)[i : i + 1])
+        for i in range(len(members))
+    ]
     right = sum((run.marks[-1].held or 0.0) * len(member.held) for run, member in zip(runs, members, strict=True))
     accuracy = right / sum(len(member.held) for member in members)
     return Run(
@@ -54,8 +57,7 @@ def alone(job: Job, folder: Path, how: How) -> Run:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Draw every device's gate in each block after the last round, for all seeds and concentrations, as SVG."""
     runs = [run for rows in result["columns"].values() for run in rows["fedsdg"]["runs"]]
     gates = [values for run in runs for values in run["figures"]["gates"].values()]
     rows = [plots.Dots(f"block {index}", values) for index, values in enumerate(zip(*gates, strict=True))]
-    return plots.alone(plots.dots(rows, "How far each device's gates are open", "m"))
+    return plots.render_file(plots.plot_dots(rows, "How far each device's gates are open", "m"))

@@ -1,4 +1,4 @@
-"""Runs of fedstitch.toml: searches, training with the costs of the paper's schedule, and the memory of tasks."""
+"""Runs of fedstitch.toml: searches, training, costs of the paper's schedule, and task memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedquilt.coordinator import cohort
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
 from fedquilt.data import images
-from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.artefacts import batchnorm
 from fedquilt.tools.experiments import single_run
-from fedquilt.tools.experiments.papers.cells import How, played
+from fedquilt.tools.experiments.papers.cells import How, run_with_options
 from fedquilt.tools.experiments.single_run import Run
 from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.run import play as play_all
-from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.run import iterate_states
+from fedquilt.tools.simulation.run import run_rounds as play_all
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Round, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
@@ -32,52 +32,52 @@ SEARCHERS: Final = 2  # number of devices that search alone
 
 
 def unfolded(job: Mapping[str, Any], seen: Examples) -> Tensors:
-    """A donor's weights; batch normalisations that were folded away are restored with statistics of `seen`."""
+    """Return a donor's weights. Folded batch normalisation is restored with statistics of `seen`."""
     import torch
 
     from fedquilt.models.networks import registry
 
-    model = registry.load({"name": job["model"]["name"]}, job["model"]["weights"])
-    if batchnorm.folded(model):
-        given = images.prepare(seen.x, msgspec.convert(job["input"], images.Input))
-        batchnorm.unfold(model, torch.from_numpy(given))
+    model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
+    if batchnorm.is_folded(model):
+        given = images.prepare_images(seen.x, msgspec.convert(job["input"], images.Input))
+        batchnorm.restore_statistics(model, torch.from_numpy(given))
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
 def searched(job: Job, folder: Path, how: How) -> Run:
-    """Run FedStitch on all devices."""
-    return played(job, folder, how, workers=1, together=True)
+    return run_with_options(job, folder, how, workers=1, together=True)
 
 
 def alone(job: Job, folder: Path, how: How) -> Run:
-    """Run FedStitch on SEARCHERS devices, each alone; `figures` holds their runs under "alone"."""
-    every = [member.device for member in single_run.shares(job, folder)[0]]
-    names = cohort.sample(job.seed, 0, every, SEARCHERS)
+    """Run FedStitch on SEARCHERS devices, each alone. Their runs are in `figures` under "alone"."""
+    every = [member.device for member in single_run.load_devices(job, folder)[0]]
+    names = cohort.select_cohort(job.seed, 0, every, SEARCHERS)
     runs = [
-        played(job, folder, how, workers=1, pick=lambda members, name=name: [m for m in members if m.device == name])
+        run_with_options(
+            job, folder, how, workers=1, pick=lambda members, name=name: [m for m in members if m.device == name]
+        )
         for name in names
     ]
     return msgspec.structs.replace(runs[-1], figures={"alone": [msgspec.to_builtins(run) for run in runs]})
 
 
 def trained(job: Job, folder: Path, how: How) -> Run:
-    """Run a training method; `figures` holds the costs of its paper's schedule under "planned"."""
-    run = played(job, folder, how, workers=1)
+    """Run a training method. The costs of the paper's schedule are in `figures` under "planned"."""
+    run = run_with_options(job, folder, how, workers=1)
     rounds = int(how.row.paper["rounds"][0])
     planned = msgspec.structs.replace(job, rounds=rounds, params={**job.params, "epochs": EPOCHS})
-    return msgspec.structs.replace(run, figures={"planned": schedule(planned, folder)})
+    return msgspec.structs.replace(run, figures={"planned": measure_schedule(planned, folder)})
 
 
-def schedule(given: Job, folder: Path) -> dict[str, float]:
-    """Simulated seconds and joules of a whole job, with all rounds played but without training.
+def measure_schedule(given: Job, folder: Path) -> dict[str, float]:
+    """Return simulated seconds and joules of a whole job, run without training.
 
-    The cost of a task on a simulated board depends on its work and the number of examples, never on values. So the
-    coordinator asks devices, devices decline, and bytes are sent as in a real run, while the weights stay as they are.
-    The run says nothing about accuracy.
+    The cost of a task on a simulated board depends on its work and the number of examples, never on values.
+    Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged.
 
     Raises:
-        JobError: the run has failed; names the reason.
-        ModelError: a board's profile has no power, so that its joules are unknown.
+        JobError: If the run has failed.
+        ModelError: If a board's profile has no power, so that its energy is unknown.
     """
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 
@@ -87,8 +87,8 @@ def schedule(given: Job, folder: Path) -> dict[str, float]:
     def observe(simulation: Simulation, hands: Hands) -> None:
         rounds[:] = simulation.rounds
 
-    members, engine = single_run.shares(given, folder)[0], Still(TorchEngine(ROOM_BYTES))
-    for _ in states(unchecked, folder, members, engine=engine, observe=observe):
+    members, engine = single_run.load_devices(given, folder)[0], Still(TorchEngine(ROOM_BYTES))
+    for _ in iterate_states(unchecked, folder, members, engine=engine, observe=observe):
         pass
     joules = [round.energy_j for round in rounds if round.energy_j is not None]
     if len(joules) < len(rounds):
@@ -101,7 +101,7 @@ def schedule(given: Job, folder: Path) -> dict[str, float]:
 
 
 class Still:
-    """An engine that trains without any step, and evaluates the first example only."""
+    """Engine that trains without any step and evaluates the first example only."""
 
     def __init__(self, engine: Trainer) -> None:
         self.name, self._engine = engine.name, engine
@@ -117,27 +117,22 @@ class Still:
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """Return the weights unchanged; see `fedquilt.core.Trainer`."""
         return dict(start), {"loss": 0.0, "steps": 0.0}
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> EvaluationSums:
-        """Evaluate the first example only; see `fedquilt.core.Trainer`."""
         return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
 
 
-def peak_bytes(folder: Path, given: Job, budget: str) -> int | None:
-    """Peak memory, in bytes, of a device's task process under a budget, over a round of training or a whole search.
+def measure_peak_bytes(folder: Path, given: Job, budget: str) -> int | None:
+    """Return the peak memory of a task process in one round of training or a whole search.
 
-    The device is alone in its job, with the first share of the examples, and the agent's own task process carries out
-    its orders.
-
-    Returns:
-        None if the device declines, since its budget does not hold the work.
+    The device is alone in its job and has the first share of the examples. The result is None if it declines because
+    the budget is too small.
 
     Raises:
-        ModelError: a task failed, or the kernel does not report peaks.
+        ModelError: If a task failed, or the kernel reports no peaks.
     """
     alone = msgspec.structs.replace(
         given,
@@ -145,19 +140,19 @@ def peak_bytes(folder: Path, given: Job, budget: str) -> int | None:
         check=Check(),
         fleet=msgspec.structs.replace(given.fleet, budgets=(budget,)),
     )
-    member, engine = single_run.shares(given, folder)[0][0], methods.load(given.method).engines[0]
+    member, engine = single_run.load_devices(given, folder)[0][0], methods.load(given.method).engines[0]
     peaks: list[int] = []
     with Scratch() as scratch:
         own = scratch / "own.npz"
         np.savez(own, x_train=member.train.x, y_train=member.train.y)
         data = {"path": str(own)}
         with (
-            TaskProcess(given.method, engine, size_bytes(budget), data, Path, scratch) as process,
+            TaskProcess(given.method, engine, parse_size(budget), data, Path, scratch) as process,
             Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
         ):
 
-            def carry(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:
-                outcomes = [process.ask(order) for _, order in asked]
+            def run_requests(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:
+                outcomes = [process.run_request(order) for _, order in asked]
                 for outcome in outcomes:
                     if outcome.code != "ok":
                         raise ModelError(f"a task of {given.method} in {budget}: {outcome.reason}")
@@ -166,7 +161,7 @@ def peak_bytes(folder: Path, given: Job, budget: str) -> int | None:
                     peaks.append(outcome.peak_bytes)
                 return outcomes
 
-            for each in play_all([simulation], carry):
+            for each in play_all([simulation], run_requests):
                 if "epochs" in given.params and each.rounds:
                     break
     return max(peaks, default=None)

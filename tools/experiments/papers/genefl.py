@@ -1,4 +1,4 @@
-"""Code of genefl.toml: newcomers in a running job, and uploads computed from an architecture."""
+"""Code of genefl.toml: new devices in a running job, and computed upload sizes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import msgspec
 from fedquilt import tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments.papers.cells import How, played
+from fedquilt.tools.experiments.papers.cells import How, run_with_options
 from fedquilt.tools.experiments.papers.grid import Grid
 from fedquilt.tools.experiments.single_run import Run
-from fedquilt.tools.report.figures import figure
+from fedquilt.tools.report.figures import compare_at_most
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """Let newcomers into GENE-FL's last two rounds; returns accuracies of known devices and newcomers, and sizes."""
+    """Bring new devices online for the last two rounds, and return accuracies and sizes."""
     if not how.row.away:
         return {}
     new, left = list(simulation.members)[-how.row.away :], simulation.job.rounds - len(simulation.rounds)
     if left == 2:
-        simulation.fleet.arrive(new)
+        simulation.fleet.bring_online(new)
     if left == 1:  # newcomers train from this state
         state = simulation.state
         genes = [state.genes[state.assigned[name]] for name in new]
         begun = [tensors.total_bytes([state.first[layer] for layer in gene]) for gene in genes]
         return {"begun_bytes": statistics.fmean(begun), "genes": {str(k): list(g) for k, g in enumerate(state.genes)}}
-    if not simulation.finished:
+    if not simulation.is_finished:
         return {}
     before, last = simulation.rounds[:-2], simulation.rounds[-1]
     return {
@@ -44,25 +44,25 @@ def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[s
 
 
 def scratch(job: Job, folder: Path, how: How) -> Run:
-    """Train newcomers from the weights in the bundle, each alone."""
-    run = played(job, folder, how)
+    """Train new devices from the weights in the bundle, each alone."""
+    run = run_with_options(job, folder, how)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
 
 def whole(job: Job, folder: Path, how: How) -> Run:
-    """Run FedAvg on the known devices, then train newcomers from its result, each alone."""
+    """Run FedAvg on the known devices, then train new devices from its result, each alone."""
     last: list[dict[str, Any]] = []
 
-    def model(simulation: Simulation, hands: Hands) -> dict[str, Any]:
+    def store_model(simulation: Simulation, hands: Hands) -> dict[str, Any]:
         last[:] = [simulation.state.model]
         return {}
 
     known = msgspec.structs.replace(how, row=msgspec.structs.replace(how.row, members=(0, how.row.members[0])))
-    played(msgspec.structs.replace(job, method="fedavg"), folder, known, look=model)
+    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known, look=store_model)
     with Scratch() as place:
         file = place / "weights.safetensors"
-        file.write_bytes(tensors.encode(last[0]))
-        prepare.prepare({"model": {**job.model, "weights": str(file)}}, place / "bundle")
+        file.write_bytes(tensors.encode_tensors(last[0]))
+        prepare.prepare_bundle({"model": {**job.model, "weights": str(file)}}, place / "bundle")
         run = scratch(msgspec.structs.replace(job, rounds=1), place / "bundle", how)
     return msgspec.structs.replace(run, figures={**run.figures, "begun_bytes": tensors.total_bytes(last)})
 
@@ -88,5 +88,5 @@ def sizes(
     rows, figures = {}, {}
     for (name, row), value in zip(grid.rows.items(), ours, strict=True):
         rows[name] = {"rounds": 0, "values": {"size": [value]}, "paper": row.paper, "runs": []}
-        figures[f"{name}, off by"] = figure(round(abs(value - row.paper["size"][0]), 3), 0.01, name[-3:])
+        figures[f"{name}, off by"] = compare_at_most(round(abs(value - row.paper["size"][0]), 3), 0.01, name[-3:])
     return {"table": table, "seeds": [], "columns": {"": rows}, "figures": figures, "told": {}}

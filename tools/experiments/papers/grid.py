@@ -1,10 +1,10 @@
-"""Tables of runs in TOML: the jobs, the values shown, a paper's numbers and the claims.
+"""Tables of runs in TOML: jobs, shown values, numbers of papers, and claims.
 
-A file holds one table, named like the file, or several, which share everything outside of `[tables.NAME]`. Each run is
-the job in `[job]`, changed by one point of each of the `axes`, then by one of the `rows`, with one seed. A TOML table
-with `like = NAME` starts from the entries of its sibling of that name. In paths "$mnist", "$cifar" and "$weights/NAME"
-stand for files in the folder of `--data`, and "$digits" for the UCI digits that come with fedquilt. The papers' tables
-may have code in a Python file of the same name (`cells.play`).
+A file contains one table, named like the file, or several that share everything outside of `[tables.NAME]`. Each run
+is the job in `[job]`, changed by one point of each of the `axes`, then by one of the `rows`, with one seed. A TOML
+table with `like = NAME` starts from the entries of its sibling of that name. In paths "$mnist", "$cifar" and
+"$weights/NAME" stand for files in the folder of `--data`, and "$digits" for the UCI digits of fedquilt. Tables of
+papers may have code in a Python file of the same name (`cells.run_case`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fedquilt.tools.experiments.single_run import Mark
 HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[2] / "demo" / "digits.npz"
 MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
-VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # values that any run has; see `cells.value_of`
+VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # values that any run has; see `cells.read_value`
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of a grid, strictly checked."""
+    """Base class of a grid's tables, which rejects unknown keys."""
 
 
 class Pretrain(Struct, frozen=True):
-    """Training of the network before any round, for the weights with which all devices start."""
+    """Settings of training before the first round, for the starting weights of all devices."""
 
     data: dict[str, Any]  # as [data] of a job, with the run's seed unless it has its own
     fit: dict[str, Any] = {}  # fields of `fedquilt.core.Fit`
@@ -46,8 +46,6 @@ class Pretrain(Struct, frozen=True):
 
 
 class Point(Struct, frozen=True):
-    """Changes made by one point of an axis."""
-
     job: dict[str, Any] = {}  # merged over [job]
     shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
     pretrain: Pretrain | None = None
@@ -57,8 +55,6 @@ class Point(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """One row of the table: the changes to its jobs."""
-
     job: dict[str, Any] = {}  # merged over [job] and the axes' points
     pretrain: Pretrain | None = None
     fixed: bool = False  # keep its number of rounds whatever `--rounds` says
@@ -70,9 +66,7 @@ class Row(Struct, frozen=True):
 
 
 class Show(Struct, frozen=True):
-    """One column of the text."""
-
-    value: str  # a name for `cells.value_of`
+    value: str  # a name for `cells.read_value`
     title: str
     scale: float = 1.0
     digits: int = 1
@@ -80,10 +74,8 @@ class Show(Struct, frozen=True):
 
 
 class Claim(Struct, frozen=True):
-    """A statement about each column, judged by its confidence interval over the seeds."""
-
     name: str  # {column} and {row} are replaced by their names
-    value: str  # a name for `cells.value_of`
+    value: str  # a name for `cells.read_value`
     row: str = ""  # row that it is about; "": every row but the one it is compared with
     over: str = ""  # row whose value is subtracted
     of: str = ""  # row whose value is 100 %
@@ -95,15 +87,12 @@ class Claim(Struct, frozen=True):
     at_most: float | None = None
     told: bool = False  # print the comparison without claiming anything
 
-    def rows(self, every: Iterable[str]) -> list[str]:
-        """The rows that the claim is about, then the row that they are compared with, if any."""
+    def list_rows(self, every: Iterable[str]) -> list[str]:
         other = self.over or self.of
         return [*([self.row] if self.row else [row for row in every if row != other]), *([other] if other else [])]
 
 
 class Grid(Struct, frozen=True):
-    """One table."""
-
     about: str  # description, with differences from the paper; the first line is the title in the list
     job: dict[str, Any] = {}
     rows: dict[str, Row] = {}
@@ -122,103 +111,97 @@ class Grid(Struct, frozen=True):
 
     @property
     def columns(self) -> dict[str, tuple[Point, ...]]:
-        """Name of each column -> a point of each axis, in order; a table without axes has one column ""."""
+        """Points of each axis by column name. Without axes there is one column ""."""
         found = itertools.product(*(axis.items() for axis in self.axes.values()))
         return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
 
     @property
     def points(self) -> list[Point]:
-        """Points of all axes."""
         return [point for axis in self.axes.values() for point in axis.values()]
 
     @property
-    def tested(self) -> bool:
-        """Whether a value needs evaluations on the test set."""
-        return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.values)
+    def needs_test_set(self) -> bool:
+        return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.value_names)
 
     @property
-    def values(self) -> list[str]:
-        """Names of the values that are shown or claimed, each once."""
+    def value_names(self) -> list[str]:
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
-    def only(self, rows: Sequence[str]) -> Grid:
-        """Keep these rows alone, and the claims that compare no others.
+    def select_rows(self, rows: Sequence[str]) -> Grid:
+        """Return the grid with these rows and the claims about them.
 
         Raises:
-            JobError: there is no such row.
+            JobError: If a row does not exist.
         """
-        _require("row", rows, self.rows)
+        _require_known("row", rows, self.rows)
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
         kept = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=kept, claims=claims)
 
-    def job_of(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
-        """The job of one run, as a table.
+    def make_job(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
+        """Return the job of one run as a table.
 
         Args:
-            points: one of each axis, applied in this order.
-            row: applied after the points.
-            seed: of the job and its data.
-            rounds: in place of the grid's, unless the row's are `fixed`; None: the grid's own.
+            points: One point of each axis, applied in this order.
+            row: Row, applied after the points.
+            seed: Seed of the job and its data.
+            rounds: Number of rounds unless the row is `fixed`, or None for the grid's own.
         """
         found = self.job
         for point in points:
-            found = merged(found, point.job)
+            found = merge_tables(found, point.job)
             least = rounds or found.get("rounds", 1)
-            found = merged(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
-        found = merged(found, row.job)
+            found = merge_tables(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
+        found = merge_tables(found, row.job)
         count = found.get("rounds", 1) if rounds is None or row.fixed else rounds
-        return merged(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
+        return merge_tables(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as its file has it."""
-
     name: str
     file: Path
     raw: Mapping[str, Any]
 
     @property
     def grid(self) -> Grid:
-        """The checked table, with marks left in its paths.
+        """Parsed table, with the marks left in its paths.
 
         Raises:
-            JobError: a key is wrong; names file, key and mend.
+            JobError: If a key is wrong.
         """
-        return self._read(self.raw)
+        return self._parse_grid(self.raw)
 
-    def filled(self, data: Path | None) -> Grid:
-        """The checked table, with the marks in its paths replaced.
+    def fill_marks(self, data: Path | None) -> Grid:
+        """Return the parsed table with the marks in its paths replaced.
 
         Args:
-            data: the folder of `--data`; None: not given.
+            data: Folder of `--data`, or None.
 
         Raises:
-            JobError: a key is wrong, or a mark is unknown.
-            DataError: a mark's files are not in the folder, or no folder is given.
+            JobError: If a key is wrong, or a mark is unknown.
+            DataError: If the files of a mark are missing, or there is no folder.
         """
-        with config.naming(str(self.file)):
-            return self._read(
-                _filled(self.raw, lambda mark, rest: place(self.name, mark, rest, data), self.file.parent)
+        with config.prefix_errors(str(self.file)):
+            return self._parse_grid(
+                _fill_marks(self.raw, lambda mark, rest: resolve_mark(self.name, mark, rest, data), self.file.parent)
             )
 
     @property
     def code(self) -> str:
-        """Name of the module with the code of one of the papers' tables; "": none."""
+        """Name of the module with the code of a paper's table, or "" for none."""
         own = self.file.parent == HERE and self.file.with_suffix(".py").exists()
         return self.file.stem if own else ""
 
     @property
     def takes_data(self) -> bool:
-        """Whether a path of the table has a mark that `--data` has to fill."""
-        return any(mark != "digits" for mark in _marks(self.raw))
+        return any(mark != "digits" for mark in _list_marks(self.raw))
 
-    def _read(self, raw: Any) -> Grid:
-        with config.naming(f"{self.file}, table {self.name}"):
-            found = config.convert(raw, Grid, "the table")
+    def _parse_grid(self, raw: Any) -> Grid:
+        with config.prefix_errors(f"{self.file}, table {self.name}"):
+            found = config.convert_table(raw, Grid, "the table")
             if not self.code:  # a table's code may define other values
-                _require("value", {value.partition("@")[0] for value in found.values}, VALUES)
+                _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
                 befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
                 befores += [point.pretrain for point in found.points]
                 named = [found.run, *(row.play for row in found.rows.values()), *(each.by for each in befores if each)]
@@ -226,78 +209,81 @@ class Table:
                     raise JobError(
                         f"{function!r} names a function, and only the papers' tables have code: leave it out"
                     )
-            for value in found.values:
+            for value in found.value_names:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: a number of rounds is wanted after @")
             for claim in found.claims:
-                _require(f"row of the claim {claim.name!r}", claim.rows(found.rows), found.rows)
-                _require(f"column of the claim {claim.name!r}", claim.columns, found.columns)
+                _require_known(f"row of the claim {claim.name!r}", claim.list_rows(found.rows), found.rows)
+                _require_known(f"column of the claim {claim.name!r}", claim.columns, found.columns)
                 if not claim.told and (claim.at_least is None) == (claim.at_most is None):
                     raise JobError(f"the claim {claim.name!r} wants one of at_least and at_most")
             for name, points in found.columns.items():
                 for point in points:
-                    _require(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
+                    _require_known(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
             return found
 
 
-def _require(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     for word in sorted(set(wanted) - set(known)):
-        raise JobError(f"{what}: there is no {word!r}; there are: {', '.join(known)}{config.nearest(word, known)}")
+        raise JobError(
+            f"{what}: there is no {word!r}; there are: {', '.join(known)}{config.suggest_nearest(word, known)}"
+        )
 
 
-def tables(file: Path) -> dict[str, Table]:
-    """Read the tables in a file, by name.
+def read_tables(file: Path) -> dict[str, Table]:
+    """Return the tables of a file by name.
 
     Raises:
-        JobError: the file cannot be read, is not TOML, or has a `like` without its table.
+        JobError: If the file cannot be read, is not TOML, or has a `like` without its table.
     """
-    with config.naming(str(file)):
-        common = _alike(config.read(file))
+    with config.prefix_errors(str(file)):
+        common = _resolve_likes(config.read_toml(file))
     several = common.pop("tables", None)
     if several is None:
         return {file.stem: Table(file.stem, file, common)}
-    return {name: Table(name, file, merged(common, own)) for name, own in several.items()}
+    return {name: Table(name, file, merge_tables(common, own)) for name, own in several.items()}
 
 
-def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables; `over` wins where both have a key, and tables in both are merged in turn."""
+def merge_tables(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two tables merged recursively. Values of `over` replace those of `under`."""
     found = dict(under)
     for key, value in over.items():
         known = found.get(key)
-        found[key] = merged(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
+        found[key] = merge_tables(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
     return found
 
 
-def _alike(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve `like = NAME`: each such entry is merged over its sibling of that name."""
-    found = {key: _alike(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
-    def whole(key: str, seen: tuple[str, ...] = ()) -> Any:
+    def resolve(key: str, seen: tuple[str, ...] = ()) -> Any:
         value = found[key]
         if not isinstance(value, Mapping) or not isinstance(other := value.get("like"), str):
             return value
         if other not in found or other in seen:
             raise JobError(f"{key}: like = {other!r}: there is no such table beside it to begin with")
-        return merged(whole(other, (*seen, key)), {name: each for name, each in value.items() if name != "like"})
+        return merge_tables(
+            resolve(other, (*seen, key)), {name: each for name, each in value.items() if name != "like"}
+        )
 
-    return {key: whole(key) for key in found}
+    return {key: resolve(key) for key in found}
 
 
 # -- the folder of data ---------------------------------------------------------------------------
 
 
-def place(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
-    """Keys that replace a mark in a path: "path", and other keys of the table with that path.
+def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
+    """Return the keys that replace a mark in a path: "path", and further keys of the same table.
 
     Args:
-        table: name of the table, for the error.
-        mark: without "$".
-        rest: part of the path after the mark.
-        data: the folder of `--data`; None: not given.
+        table: Name of the table in errors.
+        mark: Mark without "$".
+        rest: Part of the path after the mark.
+        data: Folder of `--data`, or None.
 
     Raises:
-        JobError: the mark is unknown.
-        DataError: the mark's files are not in the folder, or no folder is given.
+        JobError: If the mark is unknown.
+        DataError: If the files of the mark are missing, or there is no folder.
     """
     if mark == "digits":
         return {"path": str(DIGITS)}
@@ -306,11 +292,11 @@ def place(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]
         raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
     if data is None:
         raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
-    return mnist(data) if mark == "mnist" else cifar(data) if mark == "cifar" else weights(data, rest)
+    return find_mnist(data) if mark == "mnist" else find_cifar(data) if mark == "cifar" else find_weights(data, rest)
 
 
-def mnist(data: Path) -> dict[str, str]:
-    """MNIST as keys of a [data] table: the folder `data`, or torchvision's folder below it."""
+def find_mnist(data: Path) -> dict[str, str]:
+    """Return MNIST as keys of a [data] table, found in `data` or in torchvision's folder below it."""
     nested = data / "MNIST" / "raw"
     found = nested if nested.is_dir() else data
     if not any(found.glob("*images?idx3-ubyte*")):
@@ -321,42 +307,42 @@ def mnist(data: Path) -> dict[str, str]:
     return {"path": str(found)}
 
 
-def cifar(data: Path) -> dict[str, str]:
-    """CIFAR-10 as keys of a [data] table: a file cifar10*.npz, or torchvision's folder."""
+def find_cifar(data: Path) -> dict[str, str]:
+    """Return CIFAR-10 as keys of a [data] table, from a file cifar10*.npz or torchvision's folder."""
     files = sorted(data.glob("cifar10*.npz"))
     if not files and not (data / "cifar-10-batches-py").is_dir():
         raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
     return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
 
 
-def weights(data: Path, architecture: str) -> dict[str, str]:
-    """The file with the ImageNet weights of one of torchvision's networks, under "path"."""
+def find_weights(data: Path, architecture: str) -> dict[str, str]:
+    """Return the file with a torchvision network's ImageNet weights under "path"."""
     files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
     if not files:
         raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
     return {"path": str(files[0])}
 
 
-def _filled(value: Any, known: Any, folder: Path) -> Any:
-    """Replace a table's marks, and resolve its other relative paths against the folder."""
+def _fill_marks(value: Any, known: Any, folder: Path) -> Any:
+    # other relative paths are resolved against the folder
     if isinstance(value, list):
-        return [_filled(each, known, folder) for each in value]
+        return [_fill_marks(each, known, folder) for each in value]
     if not isinstance(value, Mapping):
         return value
     found: dict[str, Any] = {}
     for key, each in value.items():
         match = MARKED.match(each) if isinstance(each, str) else None
         if match is None:
-            found[key] = _filled(each, known, folder)
+            found[key] = _fill_marks(each, known, folder)
             continue
         told = known(match[1], match[2] or "")
         found |= told if key == "path" else {key: told["path"]}
-    return settings.anchored(found, folder)
+    return settings.make_paths_absolute(found, folder)
 
 
-def _marks(value: Any) -> Iterator[str]:
+def _list_marks(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _marks(each)
+            yield from _list_marks(each)
     elif isinstance(value, str) and (match := MARKED.match(value)):
         yield match[1]

@@ -1,4 +1,4 @@
-"""Code of joint_head.toml: fine-tuning starts from MobileNetV2 with its batch normalisation put back."""
+"""Code of joint_head.toml: MobileNetV2 with restored batch normalisation as the starting network."""
 
 from fedquilt.tools.experiments.papers.fedstitch_runs import unfolded
 

@@ -1,4 +1,4 @@
-"""Results of a grid's runs: values by column, row and seed, the claims, and the table as text."""
+"""Results of a grid: values by column, row and seed, judged claims, and the text table."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ import msgspec
 from fedquilt import columns as layout
 from fedquilt.tools.experiments.compare import Case
 from fedquilt.tools.experiments.papers import claims
-from fedquilt.tools.experiments.papers.cells import Cell, value_of
+from fedquilt.tools.experiments.papers.cells import Cell, read_value
 from fedquilt.tools.experiments.papers.grid import Claim, Grid
 from fedquilt.tools.experiments.single_run import Run
 
 
-def result(
+def make_result(
     name: str, grid: Grid, cells: Sequence[Cell], runs: Mapping[Case, Run], seeds: Sequence[int], rounds: int | None
 ) -> dict[str, Any]:
-    """A table's result for programs.
+    """Return the result of a table for JSON.
 
     Args:
-        name: of the table.
-        grid: the table.
-        cells: the cells that were run.
-        runs: the run of each cell's case; a run that failed is left out, and has no value.
-        seeds: that were run, in the order of the values.
-        rounds: as asked for; None: the grid's own, the only case in which claims are judged.
+        name: Name of the table.
+        grid: The table.
+        cells: Cells that were run.
+        runs: Run of each cell's case, without failed runs.
+        seeds: Seeds in the order of the values.
+        rounds: Requested number of rounds, or None for the grid's own. Claims are judged only with None.
 
     Returns:
-        "columns": column -> row -> "values" (one for each seed), "paper" and "runs"; "figures": the judged claims;
-        "told": the comparisons that are reported without a claim; "table" and "seeds".
+        "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
+        (reported
+        comparisons without a claim), "table" and "seeds".
     """
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
@@ -41,7 +42,7 @@ def result(
             {
                 "rounds": cell.case.settings.rounds,
                 "target": cell.target,
-                "values": {key: [] for key in grid.values},
+                "values": {key: [] for key in grid.value_names},
                 "paper": {key: value for paper in (grid.rows[cell.row].paper, *papers) for key, value in paper.items()},
                 "runs": [],
             },
@@ -49,8 +50,8 @@ def result(
         run = runs.get(cell.case)
         entry["runs"].append(msgspec.to_builtins(run))
         for key, values in entry["values"].items():
-            values.append(None if run is None else value_of(run, key, cell.target))
-    judged = judgements(grid, found)
+            values.append(None if run is None else read_value(run, key, cell.target))
+    judged = judge_claims(grid, found)
     return {
         "table": name,
         "seeds": list(seeds),
@@ -60,38 +61,39 @@ def result(
     }
 
 
-def judgements(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Claim, dict[str, Any]]]:
-    """Judge each claim for each of its rows and columns, or for all columns together; by the claims' names."""
+def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Claim, dict[str, Any]]]:
+    """Judge all claims for their rows and columns. Return claims and verdicts by name."""
     judged = {}
     for claim in grid.claims:
         other = claim.over or claim.of
-        for row in [row for row in claim.rows(grid.rows) if row != other]:
+        for row in [row for row in claim.list_rows(grid.rows) if row != other]:
             by_column = {
                 column: values
                 for column, rows in found.items()
-                if column in (claim.columns or found) and (values := shown(claim, rows[row], rows.get(other)))
+                if column in (claim.columns or found)
+                and (values := compute_claim_values(claim, rows[row], rows.get(other)))
             }
             if claim.worst and by_column:
                 by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
             limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
             for column, values in by_column.items():
                 name = claim.name.format(column=column, row=row)
-                judged[name] = (claim, claims.claim(values, claim.unit, **limits))
+                judged[name] = (claim, claims.judge_claim(values, claim.unit, **limits))
     return judged
 
 
-def shown(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
-    """A claim's value for each seed in one column; [] if a run lacks the value.
+def compute_claim_values(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
+    """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
     A target that was never reached counts as one round more than were run.
     """
 
-    def of(row: Mapping[str, Any]) -> list[float | None]:
+    def get_values(row: Mapping[str, Any]) -> list[float | None]:
         never = row["rounds"] + 1 if claim.value == "rounds_to" else None
         return [never if value is None else value for value in row["values"][claim.value]]
 
-    mine = of(row)
-    theirs = [0.0] * len(mine) if other is None else of(other)
+    mine = get_values(row)
+    theirs = [0.0] * len(mine) if other is None else get_values(other)
     pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
     if len(pairs) < len(mine):
         return []
@@ -101,8 +103,7 @@ def shown(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None)
 # -- text -----------------------------------------------------------------------------------------
 
 
-def lines(grid: Grid, result: Mapping[str, Any]) -> list[str]:
-    """The table as text, with the paper's numbers in brackets, followed by the claims."""
+def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
     told = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
     if any(row["paper"] for rows in result["columns"].values() for row in rows.values()):
         told.append("the paper's in brackets")
@@ -114,31 +115,39 @@ def lines(grid: Grid, result: Mapping[str, Any]) -> list[str]:
         kept = [
             show
             for show in grid.show
-            if show.value == "rounds_to" or any(_known(row["values"][show.value]) for row in rows.values())
+            if show.value == "rounds_to" or any(_has_value(row["values"][show.value]) for row in rows.values())
         ]
         cells = [["", *(show.title for show in kept)]]
         for name, row in rows.items():
-            cells.append([name, *(_cell(show, row) for show in kept)])
-        found += layout.table(cells, "<>")
-    found += ["", *(f"{name}: {claims.told(each)}" for name, each in result["told"].items()), *claims.lines(result)]
+            cells.append([name, *(_format_cell(show, row) for show in kept)])
+        found += layout.format_table(cells, "<>")
+    found += [
+        "",
+        *(f"{name}: {claims.format_claim(each)}" for name, each in result["told"].items()),
+        *claims.format_figures(result),
+    ]
     return found if found[-1] else found[:-1]
 
 
-def _known(values: Sequence[Any]) -> bool:
+def _has_value(values: Sequence[Any]) -> bool:
     return any(value is not None for value in values)
 
 
-def _cell(show: Any, row: Mapping[str, Any]) -> str:
+def _format_cell(show: Any, row: Mapping[str, Any]) -> str:
     values, paper = row["values"][show.value], row["paper"].get(show.value)
-    own = spread(values, show.scale, show.digits, show.each) if _known(values) or show.value == "rounds_to" else ""
+    own = (
+        format_spread(values, show.scale, show.digits, show.each)
+        if _has_value(values) or show.value == "rounds_to"
+        else ""
+    )
     if paper is None:
         return own
     theirs = "never" if not paper else f"{paper[0]:g}" + "".join(f" ± {sd:g}" for sd in paper[1:])
     return f"{own} ({theirs})"
 
 
-def spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
-    """Mean and standard deviation over seeds as text, or the value of each seed."""
+def format_spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
+    """Return mean and standard deviation over seeds as text, or with `each` the value of each seed."""
     if each:
         return ", ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
     known = [scale * value for value in values if value is not None]

@@ -1,11 +1,11 @@
-"""Code of submodels.toml: the accuracy of the parts that boards with less memory train."""
+"""Code of submodels.toml: accuracy of the sub-models that devices with less memory train."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.edge_agent.settings import parse_size
 from fedquilt.tools.experiments.evaluate import Evaluator
 from fedquilt.tools.experiments.papers.cells import How
 from fedquilt.tools.simulation.carriers import Hands
@@ -16,9 +16,12 @@ WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to e
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """After the last round: budget -> accuracy of the part that a device with that budget is sent."""
-    if not simulation.finished or simulation.job.method in WHOLE:
+    """Return after the last round the accuracy of the sub-model for each memory budget."""
+    if not simulation.is_finished or simulation.job.method in WHOLE:
         return {}
     with Evaluator(simulation.job, folder) as judge:
-        scores = {part: judge.score(simulation.state, simulation.done, budget_bytes=size_bytes(part)) for part in PARTS}
+        scores = {
+            part: judge.score(simulation.state, simulation.completed_rounds, budget_bytes=parse_size(part))
+            for part in PARTS
+        }
     return {part: score.value for part, score in scores.items() if score is not None}

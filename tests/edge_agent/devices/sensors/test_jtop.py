@@ -35,7 +35,7 @@ class FakeClient:
 
 
 def meter(client: FakeClient) -> jtop.JtopMeter:
-    found = jtop.connect(lambda name: SimpleNamespace(jtop=lambda: client))
+    found = jtop.connect_jtop(lambda name: SimpleNamespace(jtop=lambda: client))
     assert found is not None
     assert client.started
     return found
@@ -78,7 +78,7 @@ def test_not_installed_is_no_meter():
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    assert jtop.connect(absent) is None
+    assert jtop.connect_jtop(absent) is None
 
 
 def test_a_service_that_does_not_run_is_no_meter_and_is_logged(caplog: pytest.LogCaptureFixture):
@@ -88,5 +88,5 @@ def test_a_service_that_does_not_run_is_no_meter_and_is_logged(caplog: pytest.Lo
         def start(self) -> None:
             raise Exception("The jtop.service is not active")
 
-    assert jtop.connect(lambda name: SimpleNamespace(jtop=Refuses)) is None
+    assert jtop.connect_jtop(lambda name: SimpleNamespace(jtop=Refuses)) is None
     assert "jtop.service is not active" in caplog.text

@@ -74,9 +74,9 @@ def test_the_mailbox_is_asked_as_vcgencmd_asks(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(pmic.fcntl, "ioctl", ioctl)
     mailbox = tmp_path / "dev/vcio"
     mailbox.parent.mkdir()
-    assert pmic.connect(tmp_path) is None  # no such file
+    assert pmic.detect_pmic(tmp_path) is None  # no such file
     mailbox.touch()
-    assert pmic.command(mailbox, "pmic_read_adc") == ANSWER
+    assert pmic.run_firmware_command(mailbox, "pmic_read_adc") == ANSWER
     room = pmic.TEXT_BYTES
     assert asked == [(0xC0086400, room + 28, 0x30080, room, b"pmic_read_adc")]
 
@@ -85,16 +85,16 @@ def test_a_plain_file_is_no_mailbox(tmp_path: Path) -> None:
     """As in a tree of files: the kernel refuses the question."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/vcio").touch()
-    assert pmic.connect(tmp_path) is None
+    assert pmic.detect_pmic(tmp_path) is None
 
 
 def test_a_pi_5_is_measured_by_its_power_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the device tree, with the firmware's answer; on another board nobody asks."""
     (tmp_path / "proc/device-tree").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8255488 kB\nMemAvailable: 7000000 kB\n")
-    monkeypatch.setattr(pmic, "command", lambda mailbox, question: ANSWER)
+    monkeypatch.setattr(pmic, "run_firmware_command", lambda mailbox, question: ANSWER)
     for compatible, source in ((b"raspberrypi,5-model-b\0brcm,bcm2712\0", "pmic"), (b"acme,board\0", None)):
         (tmp_path / "proc/device-tree/compatible").write_bytes(compatible)
         device = linux.detect(tmp_path)
         assert device is not None
-        assert device.read(1.0).energy_source == source
+        assert device.read_sensors(1.0).energy_source == source

@@ -24,8 +24,8 @@ def test_an_interrupted_run_prints_what_was_played(
         return search.Played(len(begun[0]), 3 * len(begun[0]), Counter(), Counter({"noise": 7}), ())
 
     monkeypatch.setattr(search, "play_seeds", play)
-    monkeypatch.setattr(search, "calm", lambda: None)
-    assert commands.many(range(100, 100 + 3 * search.BATCH), (), (), 1) == commands.INTERRUPTED
+    monkeypatch.setattr(search, "prepare_process", lambda: None)
+    assert commands.run_many(range(100, 100 + 3 * search.BATCH), (), (), 1) == commands.INTERRUPTED
     out = capsys.readouterr().out
     assert f"of the {3 * search.BATCH} seeds from 100 on, {search.BATCH} were played" in out
     assert f"{search.BATCH} seeds, {3 * search.BATCH} rounds" in out
@@ -36,5 +36,5 @@ def test_an_interrupted_run_prints_what_was_played(
 def test_rounds_are_given_for_each_second_of_processor_time() -> None:
     """Of all processes together."""
     played = search.Played(10, 300, Counter(), Counter(), ())
-    first, *_ = search.explained(played, 2.0)
+    first, *_ = search.report_lines(played, 2.0)
     assert first == "10 seeds, 300 rounds, 150 rounds for each second of processor time"

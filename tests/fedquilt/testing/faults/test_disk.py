@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator.settings import parse
+from fedquilt.coordinator.settings import parse_job
 from fedquilt.coordinator.store import Store
 from fedquilt.disk import Disk
 from fedquilt.edge_agent.state import Local
@@ -51,40 +51,40 @@ def use(disk: Disk, home: str) -> list[object]:
                 continue
             found.append("error")
 
-    disk.make(f"{home}/a/b")
-    disk.settle(f"{home}/a/c")
+    disk.make_folder(f"{home}/a/b")
+    disk.make_durable_folder(f"{home}/a/c")
     disk.write(f"{home}/a/one", b"0123456789")
     disk.write_at(f"{home}/a/one", b"xyz", 8)
     disk.resize(f"{home}/a/two", 5)
-    disk.link(f"{home}/a/one", f"{home}/a/three")
+    disk.hard_link(f"{home}/a/one", f"{home}/a/three")
     disk.replace(f"{home}/a/three", f"{home}/a/b/three")
-    disk.put(f"{home}/a/four", b"four")
+    disk.write_atomically(f"{home}/a/four", b"four")
     disk.copy(f"{home}/a/four", f"{home}/a/five")
     disk.sync(f"{home}/a/one")
-    disk.point(f"{home}/a/current", "b")
-    disk.point(f"{home}/a/previous", "none")
-    found += [disk.target(f"{home}/a/current"), disk.target(f"{home}/a/one"), disk.target(f"{home}/a/nothing")]
+    disk.repoint_link(f"{home}/a/current", "b")
+    disk.repoint_link(f"{home}/a/previous", "none")
+    found += [disk.read_link(f"{home}/a/current"), disk.read_link(f"{home}/a/one"), disk.read_link(f"{home}/a/nothing")]
     found += [disk.is_dir(f"{home}/a/current"), disk.is_file(f"{home}/a/previous"), disk.is_dir(f"{home}/a/previous")]
     found += [disk.read(f"{home}/a/current/three"), sorted(each.name for each in disk.entries(f"{home}/a"))]
-    disk.point(f"{home}/a/current", "c")
+    disk.repoint_link(f"{home}/a/current", "c")
     errors((disk.read, f"{home}/a/current/three"), (disk.symlink, "c", f"{home}/a/current"))
-    disk.permit(f"{home}/a/one", 0o640)
+    disk.set_mode(f"{home}/a/one", 0o640)
     disk.unlink(f"{home}/a/current")
     disk.unlink(f"{home}/a/previous")
-    found += [disk.target(f"{home}/a/current"), disk.is_dir(f"{home}/a/c")]
+    found += [disk.read_link(f"{home}/a/current"), disk.is_dir(f"{home}/a/c")]
     buffer = bytearray(4)
     found += [disk.read_into(f"{home}/a/one", buffer, 9), bytes(buffer)]
     found += [disk.read(f"{home}/a/{name}") for name in ("one", "two", "b/three", "four", "five")]
     found += [
         disk.read(f"{home}/a/one", 3, 4),
-        disk.digest(f"{home}/a/one"),
+        disk.hash_file(f"{home}/a/one"),
         disk.is_file(f"{home}/a"),
         disk.is_dir(f"{home}/a"),
     ]
     errors(
         (disk.read, f"{home}/a/none"),
         (disk.write, f"{home}/none/one", b""),
-        (disk.link, f"{home}/a/one", f"{home}/a/four"),
+        (disk.hard_link, f"{home}/a/one", f"{home}/a/four"),
         (disk.replace, f"{home}/a/none", f"{home}/a/six"),
         (disk.replace, f"{home}/a/c", f"{home}/a/b"),
         (disk.sync, f"{home}/a/none"),
@@ -95,7 +95,7 @@ def use(disk: Disk, home: str) -> list[object]:
     lock = disk.lock(f"{home}/a/lock")
     found += [lock is None, disk.lock(f"{home}/a/lock") is None, disk.is_locked(f"{home}/a/lock")]
     assert lock is not None
-    lock.close()
+    lock.release()
     found += [disk.is_locked(f"{home}/a/lock"), disk.is_locked(f"{home}/a/none")]
     found.append(disk.lock(f"{home}/a/lock") is None)
     disk.remove(f"{home}/a/b")
@@ -115,7 +115,7 @@ def test_only_what_was_synced_is_sure_to_survive(platter: Platter) -> None:
         disk.sync("/home")
         disk.write("/home/a", b"b" * 200)
         disk.write("/home/new", b"c" * 200)
-        computer.power_fails(random.Random(seed))
+        computer.fail_power(random.Random(seed))
         left = disk.read("/home/a")
         seen.add(left)
         assert set(left) <= set(b"ab\0")
@@ -137,7 +137,7 @@ def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> No
             if cut:
                 disk.resize("/home/a", 0)
             disk.write_at("/home/a", b"a" * 128 + b"b" * 64, 0)
-            computer.power_fails(random.Random(seed))
+            computer.fail_power(random.Random(seed))
             seen.add((cut, disk.read("/home/a")[:128]))
     assert {left for cut, left in seen if not cut} == {b"a" * 128}
     assert (True, b"") in seen
@@ -148,15 +148,15 @@ def test_a_renamed_file_is_in_one_place(platter: Platter) -> None:
     for seed in ROLLS:
         computer = Platter("/home", Path())
         disk = SimDisk(computer)
-        disk.make("/home/x")
+        disk.make_folder("/home/x")
         disk.write("/home/x/a", b"1")
         for path in ("/home/x/a", "/home/x", "/home"):
             disk.sync(path)
-        disk.settle("/home/y")
+        disk.make_durable_folder("/home/y")
         disk.replace("/home/x", "/home/y/x")
         if seed % 2:
             disk.sync("/home/y")
-        computer.power_fails(random.Random(seed))
+        computer.fail_power(random.Random(seed))
         there = [disk.is_file("/home/x/a"), disk.is_dir("/home/y") and disk.is_file("/home/y/x/a")]
         assert sum(there) == 1
 
@@ -168,15 +168,15 @@ def test_what_coordinator_and_agent_have_stored_survives_from_the_first_moment(t
         (tmp_path / str(seed)).mkdir()
         disk = SimDisk(computer)
         store = Store(Path("/home/coordinator"), disk=disk)
-        id = store.add(parse({"method": "fedavg", "rounds": 1, "name": "a"}), Path("/bundle"))
-        kept = store.depot.put(b"state")
-        sent = Local(Path("/home/board"), disk=disk).depot.put(b"update")
-        computer.power_fails(random.Random(seed))
+        id = store.add_job(parse_job({"method": "fedavg", "rounds": 1, "name": "a"}), Path("/bundle"))
+        kept = store.depot.store_bytes(b"state")
+        sent = Local(Path("/home/board"), disk=disk).depot.store_bytes(b"update")
+        computer.fail_power(random.Random(seed))
         assert disk.is_dir("/home/board/outbox")
         assert Depot(Path("/home/board/blobs"), disk=disk).load(sent.sha256) == b"update"
         with Store(Path("/home/coordinator"), disk=disk) as again:
             assert again.depot.load(kept.sha256) == b"state"
-            assert [row.id for row in again.jobs()] == [id]
+            assert [row.id for row in again.readable_jobs()] == [id]
 
 
 def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> 
         store._db.execute(insert, ("first",))
         with pytest.raises(Crash):
             store._db.execute(insert, ("second",))
-        computer.power_fails(random.Random(seed))
+        computer.fail_power(random.Random(seed))
         with Store(Path("/home"), disk=SimDisk(computer)) as again:
             seen.add(again._db.execute("select count(*) from counters").fetchone()[0])
     assert seen == {1, 2}
@@ -222,11 +222,11 @@ def test_a_bit_that_flips_is_flipped_for_good(platter: Platter) -> None:
         disk.write(f"/home/{name}", bytes(8))
         disk.sync(f"/home/{name}")
     disk.sync("/home")
-    assert platter.rot(0.75)
-    platter.power_fails(random.Random(0))
+    assert platter.flip_bit(0.75)
+    platter.fail_power(random.Random(0))
     assert [sum(disk.read(f"/home/{name}")) for name in "ab"] == [0, 1]
     assert isinstance(platter.top.names["a"], File)
-    assert not Platter("/home", Path()).rot(0.5)
+    assert not Platter("/home", Path()).flip_bit(0.5)
 
 
 def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: Path) -> None:
@@ -236,13 +236,13 @@ def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: P
         platter = Platter("/home", tmp_path / str(roll))
         disk = SimDisk(platter)
         for name in ("old", "new"):
-            disk.settle(f"/home/{name}")
-        disk.point("/home/current", "old")
+            disk.make_durable_folder(f"/home/{name}")
+        disk.repoint_link("/home/current", "old")
         with contextlib.suppress(Crash):
             gate = _crash_at(roll % 5)
-            SimDisk(platter, gate).point("/home/current", "new")
-        platter.power_fails(random.Random(roll))
-        seen.add(SimDisk(platter).target("/home/current"))
+            SimDisk(platter, gate).repoint_link("/home/current", "new")
+        platter.fail_power(random.Random(roll))
+        seen.add(SimDisk(platter).read_link("/home/current"))
     assert seen == {"old", "new"}
 
 

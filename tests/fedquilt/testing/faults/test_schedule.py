@@ -19,7 +19,7 @@ def test_a_seed_always_gives_the_same_schedule_and_its_text_gives_it_too() -> No
     kinds = set()
     for seed in range(500):
         plan = draw_schedule(seed, METHODS, LATER)
-        assert plan == draw_schedule(seed, METHODS, LATER) == parse_schedule(plan.text())
+        assert plan == draw_schedule(seed, METHODS, LATER) == parse_schedule(plan.to_text())
         kinds |= {str(fault.__struct_config__.tag) for fault in plan.faults}
     assert kinds == KINDS.keys()
 
@@ -47,8 +47,8 @@ def test_a_failure_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -
         crashed = any(isinstance(fault, Crash) and fault.call == 40 for fault in plan.faults)
         return search.Failure(plan, "it fails") if crashed else Counter()
 
-    monkeypatch.setattr(search, "attempt", attempt)
-    short = search.shrunk(None, search.Failure(long, "it fails"))  # type: ignore[arg-type]
+    monkeypatch.setattr(search, "run_plan", attempt)
+    short = search.shrink_failure(None, search.Failure(long, "it fails"))  # type: ignore[arg-type]
     assert [type(fault) for fault in short.plan.faults] == [Crash]
     assert (short.plan.method, short.plan.rounds, short.plan.jobs, short.plan.check) == ("fedavg", 1, 1, 0)
-    assert short.lines()[-1].startswith("fedquilt simulate --schedule 'seed=3 ")
+    assert short.to_lines()[-1].startswith("fedquilt simulate --schedule 'seed=3 ")

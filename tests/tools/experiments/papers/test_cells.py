@@ -43,13 +43,13 @@ def test_the_first_round_that_reaches_the_target_counts_from_one(
     tests: Sequence[float | None], target: float, rounds: int | None
 ) -> None:
     """At the target is reached; a later fall changes nothing; None where it is never reached."""
-    assert cells.value_of(run(tests), "rounds_to", target) == rounds
+    assert cells.read_value(run(tests), "rounds_to", target) == rounds
 
 
 def test_a_value_is_that_of_the_last_evaluation_or_of_the_one_that_is_named() -> None:
     """What the table's own code found comes first; an evaluation that was not made has no value."""
     curve = run([0.1, 0.4, 0.7], first=0, share=25.0, up_bytes=7.0)
-    assert [cells.value_of(curve, name) for name in ("test", "test@0", "test@1", "test@9")] == [0.7, 0.1, 0.4, None]
-    assert (cells.value_of(curve, "up_bytes@1"), cells.value_of(curve, "up_bytes")) == (10, 7.0)
-    assert (cells.value_of(curve, "share"), cells.value_of(curve, "unknown")) == (25.0, None)
-    assert cells.value_of(run([]), "test") is None
+    assert [cells.read_value(curve, name) for name in ("test", "test@0", "test@1", "test@9")] == [0.7, 0.1, 0.4, None]
+    assert (cells.read_value(curve, "up_bytes@1"), cells.read_value(curve, "up_bytes")) == (10, 7.0)
+    assert (cells.read_value(curve, "share"), cells.read_value(curve, "unknown")) == (25.0, None)
+    assert cells.read_value(run([]), "test") is None

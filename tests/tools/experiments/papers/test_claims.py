@@ -10,24 +10,24 @@ from fedquilt.tools.experiments.papers import claims
 
 def test_a_claim_holds_if_the_whole_interval_is_on_its_side() -> None:
     """Of 1, 2 and 3 the mean is 2 and the interval, with 4.303 at 2 degrees of freedom, 2 -+ 2.48."""
-    low, high = intervals.interval([1.0, 2.0, 3.0])
+    low, high = intervals.confidence_interval([1.0, 2.0, 3.0])
     assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
-    shown = claims.claim([1.0, 2.0, 3.0], "points", at_least=0.0)
+    shown = claims.judge_claim([1.0, 2.0, 3.0], "points", at_least=0.0)
     assert (shown["verdict"], shown["reached"]) == ("not shown", False)  # though every seed is ahead
     assert (shown["value"], shown["low"], shown["high"]) == (2.0, -0.484, 4.484)
-    assert claims.claim([1.9, 2.0, 2.1], "points", at_least=0.0)["verdict"] == "holds"
-    assert claims.claim([1.9, 2.0, 2.1], "points", at_least=1.9)["verdict"] == "not shown"
-    assert claims.claim([1.9, 2.0, 2.1], "points", at_least=2.5)["verdict"] == "against"
-    assert claims.claim([1.9, 2.0, 2.1], "%", at_most=2.5)["verdict"] == "holds"
-    assert claims.claim([1.9, 2.0, 2.1], "%", at_most=1.5)["verdict"] == "against"
-    assert claims.claim([0.0, 0.0], "", at_least=0.0)["verdict"] == "not shown"
+    assert claims.judge_claim([1.9, 2.0, 2.1], "points", at_least=0.0)["verdict"] == "holds"
+    assert claims.judge_claim([1.9, 2.0, 2.1], "points", at_least=1.9)["verdict"] == "not shown"
+    assert claims.judge_claim([1.9, 2.0, 2.1], "points", at_least=2.5)["verdict"] == "against"
+    assert claims.judge_claim([1.9, 2.0, 2.1], "%", at_most=2.5)["verdict"] == "holds"
+    assert claims.judge_claim([1.9, 2.0, 2.1], "%", at_most=1.5)["verdict"] == "against"
+    assert claims.judge_claim([0.0, 0.0], "", at_least=0.0)["verdict"] == "not shown"
 
 
 def test_one_seed_has_no_interval_and_shows_nothing() -> None:
     """However far ahead it is."""
-    alone = claims.claim([50.0], "points", at_least=0.0)
+    alone = claims.judge_claim([50.0], "points", at_least=0.0)
     assert (alone["verdict"], alone["reached"], alone["low"]) == ("one seed: no interval", False, None)
-    (line,) = claims.lines({"figures": {"ahead": alone}})
+    (line,) = claims.format_figures({"figures": {"ahead": alone}})
     assert line.startswith("NOT ahead")
     assert "+50.00 points, one seed: no interval" in line
 
@@ -35,10 +35,10 @@ def test_one_seed_has_no_interval_and_shows_nothing() -> None:
 def test_claims_are_told_with_their_intervals_and_other_figures_as_a_benchs() -> None:
     """Mean, interval, verdict, and what is claimed."""
     figures = {
-        "ahead": claims.claim([1.9, 2.0, 2.1], "points", at_least=0.0),
+        "ahead": claims.judge_claim([1.9, 2.0, 2.1], "points", at_least=0.0),
         "bytes": {"value": 20.0, "at_most": 25.0, "unit": "%", "reached": True},
     }
-    ahead, size = claims.lines({"figures": figures})
+    ahead, size = claims.format_figures({"figures": figures})
     assert " ".join(ahead.split()) == "ok ahead +2.00 [+1.75, +2.25] points: holds (claimed: above 0)"
     assert " ".join(size.split()) == "ok bytes 20.00 % (at most 25)"
 
@@ -46,4 +46,4 @@ def test_claims_are_told_with_their_intervals_and_other_figures_as_a_benchs() ->
 def test_quantiles_are_students() -> None:
     """As tables of the distribution have them, where they are reckoned too."""
     for freedom, right in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (20, 2.086), (60, 2.000)):
-        assert intervals.quantile(freedom) == pytest.approx(right, abs=1e-3)
+        assert intervals.t_quantile(freedom) == pytest.approx(right, abs=1e-3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers.grid import merged
+from fedquilt.tools.experiments.papers.grid import merge_tables
 
 pytest.importorskip("torch", reason="a network is trained")
 
@@ -16,10 +16,10 @@ pytest.importorskip("torch", reason="a network is trained")
 @pytest.mark.nightly
 def test_a_short_run_of_a_column_tells_a_curve_for_each_method(tmp_path: Path) -> None:
     """One round of warm-up in two: it is not its base, masks save bytes, and one seed alone is as beside others."""
-    table = papers.tables()["fedpews-table6"]
+    table = papers.load_tables()["fedpews-table6"]
     faster = {"3.2k-0.1": {"shares": {"warmup": 0.5}, "job": {"params": {"batch": 20}}}}
-    table = replace(table, raw=merged(table.raw, {"axes": {"column": faster}}))
-    both = papers.run(table, seeds=[1, 2], rounds=2, columns=["3.2k-0.1"], out=tmp_path / "both")
+    table = replace(table, raw=merge_tables(table.raw, {"axes": {"column": faster}}))
+    both = papers.run_table(table, seeds=[1, 2], rounds=2, columns=["3.2k-0.1"], out=tmp_path / "both")
     (column,) = both["columns"].values()
     base, pews = (column[name]["runs"] for name in ("FedProx", "FedProx+PeWS"))
     assert (base[0]["params"]["mu"], base[0]["params"]["warmup"], pews[0]["params"]["warmup"]) == (0.01, 0, 1)
@@ -31,6 +31,6 @@ def test_a_short_run_of_a_column_tells_a_curve_for_each_method(tmp_path: Path) -
     assert pews[0]["marks"][-1]["up_bytes"] < base[0]["marks"][-1]["up_bytes"]  # masks save more than they take
     assert base[0]["marks"][-1]["up_bytes"] >= 2 * 2 * 4 * 14_884
     assert both["figures"] == {}
-    alone = papers.run(table, seeds=[1], rounds=2, columns=["3.2k-0.1"], out=tmp_path / "alone")
+    alone = papers.run_table(table, seeds=[1], rounds=2, columns=["3.2k-0.1"], out=tmp_path / "alone")
     again = alone["columns"]["3.2k-0.1"]["FedProx"]["runs"][0]
     assert [mark["test"] for mark in again["marks"]] == curves[0]

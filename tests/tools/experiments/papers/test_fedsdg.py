@@ -11,23 +11,23 @@ import pytest
 
 pytest.importorskip("torch", reason="a transformer is pre-trained and federated")
 
-from fedquilt.testing.toys import pictures
+from fedquilt.testing.toys import write_images
 from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers import fedsdg
-from fedquilt.tools.experiments.papers.grid import merged
+from fedquilt.tools.experiments.papers.grid import merge_tables
 
 
 @pytest.mark.nightly
 def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Path) -> None:
     """Two devices, one round: only the shared part goes up, and four gates of each device are told and drawn."""
-    data = {"path": str(pictures(tmp_path / "drawn.npz", 28))}
-    table = papers.tables()["fedsdg"]
+    data = {"path": str(write_images(tmp_path / "drawn.npz", 28))}
+    table = papers.load_tables()["fedsdg"]
     over: dict[str, Any] = {
         "pretrain": {"data": {**data, "limit": 40}, "fit": {"epochs": 1, "batch": 16}},
         "job": {"data": {**data, "limit": 60}, "fleet": {"devices": 2}},
     }
-    table = replace(table, raw=merged(table.raw, over))
-    result = papers.run(table, seeds=[0], rounds=1, columns=["0.3"], out=tmp_path)
+    table = replace(table, raw=merge_tables(table.raw, over))
+    result = papers.run_table(table, seeds=[0], rounds=1, columns=["0.3"], out=tmp_path)
     told = {name: row["values"] for name, row in result["columns"]["0.3"].items()}
     assert told.keys() == {"fedsdg", "fedlora", "fedprox", "local"}
     assert all(0 <= each["held"][0] <= 1 for each in told.values())
@@ -42,7 +42,7 @@ def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Pat
     least, most = told["fedsdg"]["least_gate"][0], told["fedsdg"]["most_gate"][0]
     assert 0 < least < most < 1
     assert told["fedlora"]["least_gate"] == [None]
-    text = papers.lines(table, result)
+    text = papers.format_result(table, result)
     assert any(line.startswith("fedsdg") and f"{least:.2f}" in line for line in text)
     drawn = fedsdg.picture(result)
     words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
@@ -60,7 +60,7 @@ def test_claims_are_of_each_concentration_and_of_the_most_that_is_sent() -> None
         name: {"rounds": 1, "values": {"held": values, "sent": [105.0, 110.0, 115.0]}, "paper": {}}
         for name, values in {**held, "fedprox": held["fedlora"]}.items()
     }
-    found = results.judgements(papers.tables()["fedsdg"].grid, {"0.1": rows, "0.3": rows})
+    found = results.judge_claims(papers.load_tables()["fedsdg"].grid, {"0.1": rows, "0.3": rows})
     assert {name: (told["value"], told["verdict"]) for name, (_, told) in found.items()} == {
         "over FedLoRA at 0.1": (10.0, "holds"),
         "over FedLoRA at 0.3": (10.0, "holds"),

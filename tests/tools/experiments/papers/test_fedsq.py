@@ -10,16 +10,16 @@ import pytest
 pytest.importorskip("torch", reason="networks are pre-trained and federated")
 
 from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers.grid import merged
+from fedquilt.tools.experiments.papers.grid import merge_tables
 
 
 @pytest.mark.nightly
 def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path: Path) -> None:
     """Pre-trained on the digits that are federated then; one bundle, made once."""
-    table = papers.tables()["fedsq"]
+    table = papers.load_tables()["fedsq"]
     over = {"pretrain": {"data": {"path": "$digits"}, "fit": {"epochs": 1}}}
-    table = replace(table, raw=merged(table.raw, over))
-    result = papers.run(table, seeds=[1], rounds=2, columns=["cnn, iid"], out=tmp_path)
+    table = replace(table, raw=merge_tables(table.raw, over))
+    result = papers.run_table(table, seeds=[1], rounds=2, columns=["cnn, iid"], out=tmp_path)
     rows = result["columns"]["cnn, iid"]
     assert rows.keys() == {"fedavg", "fedprox", "fedsq"}
     curves = {name: [mark["test"] for mark in row["runs"][0]["marks"]] for name, row in rows.items()}
@@ -31,5 +31,5 @@ def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path:
     assert result["figures"] == {}
     made = list((tmp_path / "starts").glob("*/bundle/bundle.json"))
     assert len(made) == 1
-    text = papers.lines(table, result)
+    text = papers.format_result(table, result)
     assert text[3].split() == ["0", "1", "2", "end"]  # of rounds that there were

@@ -38,7 +38,7 @@ def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> Job:
         "data": {"path": str(DEMO / "digits.npz"), "limit": 200, "partition": "iid", "seed": seed},
         "test": {"limit": 50},
     }
-    return settings.parse({**table, **changes})
+    return settings.parse_job({**table, **changes})
 
 
 def how(row: Row) -> How:
@@ -48,7 +48,7 @@ def how(row: Row) -> How:
 
 def bundle(given: Job, place: Path) -> Path:
     """A bundle with random weights."""
-    cells.start("", msgspec.to_builtins(given), None, place)
+    cells.make_bundle("", msgspec.to_builtins(given), None, place)
     return place / "bundle"
 
 
@@ -66,12 +66,12 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
     assert 0 < first.seconds < last.seconds
     assert 3 < planned["seconds"] / last.seconds < 5.5  # weights are read once in a round
     watts = planned["energy_j"] / planned["seconds"] / 2  # two boards, alike, at one of their points
-    assert any(point.busy_w == pytest.approx(watts) for point in profiles.load(BOARD).operating_points())
+    assert any(point.busy_w == pytest.approx(watts) for point in profiles.load_board_profile(BOARD).operating_points())
     given = msgspec.structs.replace(given, params={"batch": 8, "epochs": 1})
-    peak = fedstitch_runs.peak_bytes(folder, given, "1GB")
+    peak = fedstitch_runs.measure_peak_bytes(folder, given, "1GB")
     assert peak is not None
     assert 10**8 < peak < 10**9
-    assert fedstitch_runs.peak_bytes(folder, given, "200MB") is None
+    assert fedstitch_runs.measure_peak_bytes(folder, given, "200MB") is None
 
 
 def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
     assert mark.test is not None
     assert mark.seconds > 0
     assert 0 <= mark.test <= 1
-    peak = fedstitch_runs.peak_bytes(DEMO / "bundle", given, "1GB")
+    peak = fedstitch_runs.measure_peak_bytes(DEMO / "bundle", given, "1GB")
     assert peak is not None
     assert 3 * 10**7 < peak < 10**9
 
@@ -108,8 +108,8 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
         fleet={"devices": 3, "boards": [BOARD], "budgets": ["150MB", "1GB", "8GB"]},
     )
     folder = bundle(given, tmp_path)
-    last = cells.played(given, folder, how(TRAINED), workers=1).marks[-1]
-    found = fedstitch_runs.schedule(given, folder)
+    last = cells.run_with_options(given, folder, how(TRAINED), workers=1).marks[-1]
+    found = fedstitch_runs.measure_schedule(given, folder)
     assert (found["rounds"], last.rounds) == (3, 3)
     assert found["seconds"] == pytest.approx(last.seconds, rel=1e-9)
     assert found["energy_j"] == pytest.approx(last.energy_j, rel=1e-9)
@@ -147,8 +147,8 @@ def told(slow: float, peak: int) -> dict[str, Any]:
     small: dict[str, list[int | None]] = {budget: [200_000_000] * count for budget, count in counts.items()}
     large: dict[str, list[int | None]] = {**{b: [peak] * 3 for b in counts}, "1GB": [None] * 3, "8GB": [2 * peak]}
     rows = {
-        fedstitch.OURS: fedstitch._row(ours, small, ours, (90.49,)),
-        train: fedstitch._row(theirs, large, ours, (76.87,)),
+        fedstitch.OURS: fedstitch._summarise_row(ours, small, ours, (90.49,)),
+        train: fedstitch._summarise_row(theirs, large, ours, (76.87,)),
     }
     runs = {fedstitch.OURS: ours, train: theirs}
     return {
@@ -158,7 +158,7 @@ def told(slow: float, peak: int) -> dict[str, Any]:
         "asked": 4,
         "rows": rows,
         "runs": runs,
-        "figures": fedstitch._figures(rows, runs),
+        "figures": fedstitch._judge_claims(rows, runs),
     }
 
 
@@ -168,7 +168,7 @@ def test_ratios_are_those_of_the_papers_schedule_and_of_the_devices_that_can_tak
     row = result["rows"]["MobileNetV2 FT-Full"]
     assert (row["takes_part"], row["peak_bytes"], row["most_bytes"]) == (pytest.approx(0.7), 8e8, 14 * 10**8)
     assert row["to_equal"] == 3.0
-    found = fedstitch.ratios(result["rows"])["MobileNetV2 FT-Full"]
+    found = fedstitch.compute_savings(result["rows"])["MobileNetV2 FT-Full"]
     assert {key: round(value, 2) for key, value in found.items()} == {
         "speed-up": 8.0,
         "memory": 75.0,
@@ -179,20 +179,20 @@ def test_ratios_are_those_of_the_papers_schedule_and_of_the_devices_that_can_tak
     slower = told(2.0, 100_000_000)
     assert [claim["reached"] for claim in slower["figures"].values()] == [False, True, False, False, True]
     rows = {name: {**row, "to_equal": 1.5} for name, row in slower["rows"].items()}
-    quicker = fedstitch._figures(rows, slower["runs"])["speed-up to equal accuracy, least"]
+    quicker = fedstitch._judge_claims(rows, slower["runs"])["speed-up to equal accuracy, least"]
     assert (quicker["value"], quicker["reached"]) == (0.5, False)  # as good after half the time
-    never = fedstitch._figures({name: {**row, "to_equal": None} for name, row in rows.items()}, slower["runs"])
+    never = fedstitch._judge_claims({name: {**row, "to_equal": None} for name, row in rows.items()}, slower["runs"])
     assert not any("equal" in name for name in never)
 
 
 def test_rows_without_fedstitch_or_without_training_are_not_compared(tmp_path: Path) -> None:
     """Every row is compared with FedStitch, which the error names; a table of searches alone claims nothing."""
-    chosen = papers.tables()["fedstitch"].grid.only(["Local"])
+    chosen = papers.load_tables()["fedstitch"].grid.select_rows(["Local"])
     with pytest.raises(JobError, match="name FedStitch in --rows too"):
         fedstitch.whole("fedstitch", chosen, [0], None, tmp_path, print)
     result = told(24.0, 700_000_000)
     ours = {name: result["rows"][name] for name in [fedstitch.OURS]}
-    assert fedstitch._figures(ours, result["runs"]) == {}
+    assert fedstitch._judge_claims(ours, result["runs"]) == {}
 
 
 def test_the_table_has_the_papers_numbers_and_says_never() -> None:
@@ -210,7 +210,7 @@ def test_the_table_has_the_papers_numbers_and_says_never() -> None:
 
 def test_each_table_has_the_papers_numbers_of_its_own_shares() -> None:
     """FT-Full of MobileNetV2 on IID shares, and on Dirichlet ones."""
-    known = papers.tables()
+    known = papers.load_tables()
     row = "MobileNetV2 FT-Full"
     told = {name: known[name].grid.rows[row].paper["test"] for name in ("fedstitch", "fedstitch-noniid")}
     assert told == {"fedstitch": (76.87,), "fedstitch-noniid": (73.0,)}

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from fedquilt.testing.toys import pictures
+from fedquilt.testing.toys import write_images
 from fedquilt.tools.experiments import papers, single_run
 from fedquilt.tools.experiments.papers import cells, results
-from fedquilt.tools.experiments.papers.grid import merged
+from fedquilt.tools.experiments.papers.grid import merge_tables
 
 pytest.importorskip("torch", reason="networks are built")
 
 
 def test_the_byte_columns_follow_from_resnet18(tmp_path: Path) -> None:
     """FedAvg's gibibytes, FedFina's and FedLG's mebibytes, with nothing trained."""
-    table = papers.tables()["genefl-bytes"]
-    result = papers.run(table, out=tmp_path)
+    table = papers.load_tables()["genefl-bytes"]
+    result = papers.run_table(table, out=tmp_path)
     assert all(claim["reached"] for claim in result["figures"].values())
     assert result["columns"][""]["FedFina, the four 3x3 convolutions of layer4, MiB"]["values"] == {"size": [31.5]}
-    text = [" ".join(line.split()) for line in papers.lines(table, result)]
+    text = [" ".join(line.split()) for line in papers.format_result(table, result)]
     assert "FedAvg, 1000 uploads, 10 classes, GiB 41.655 (41.66)" in text
     assert "FedLG, three convolutions, MiB 18.281 (18.28)" in text
 
@@ -44,7 +44,7 @@ def test_claims_are_judged_by_their_intervals() -> None:
     """Ahead in the mean is not enough where seeds differ; Local is one of those to be ahead of."""
 
     def verdicts(*given: Any) -> list[str]:
-        found = results.judgements(papers.tables()["genefl"].grid, {"": rows(*given)})
+        found = results.judge_claims(papers.load_tables()["genefl"].grid, {"": rows(*given)})
         return [told["verdict"] for _, told in found.values()]
 
     assert verdicts([0.95, 0.951, 0.952], [0.90, 0.901, 0.9021], [0.60, 0.61, 0.62]) == ["holds"] * 4
@@ -64,18 +64,18 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: p
         return ended
 
     monkeypatch.setattr(single_run, "simulate", simulate)
-    table = papers.tables()["genefl"]
-    data = {"path": str(pictures(tmp_path / "drawn.npz", 28)), "limit": 0, "partition": "iid", "groups": []}
+    table = papers.load_tables()["genefl"]
+    data = {"path": str(write_images(tmp_path / "drawn.npz", 28)), "limit": 0, "partition": "iid", "groups": []}
     over: dict[str, Any] = {
         "job": {"params": {"epochs": 1}, "fleet": {"devices": 4}, "data": data},
         "rows": {name: {"members": [0, 2]} for name in ("FedAvg", "Local")}
         | {name: {"members": [2, 4]} for name in ("scratch", "whole")}
         | {"GENE-FL": {"away": 2}},
     }
-    grid = replace(table, raw=merged(table.raw, over)).filled(None)
-    todo = cells.cells(grid, table.code, "genefl", [0], 2, [""], tmp_path)
-    runs = {cell.case: cells.play(cell.case, lambda done: None) for cell in todo}
-    result = results.result("genefl", grid, todo, runs, [0], 2)
+    grid = replace(table, raw=merge_tables(table.raw, over)).fill_marks(None)
+    todo = cells.make_cells(grid, table.code, "genefl", [0], 2, [""], tmp_path)
+    runs = {cell.case: cells.run_case(cell.case, lambda done: None) for cell in todo}
+    result = results.make_result("genefl", grid, todo, runs, [0], 2)
     known, new = ("dev-00", "dev-01"), ("dev-02", "dev-03")
     assert dict(zip(["FedAvg", "Local", "scratch", "FedAvg again", "whole", "GENE-FL"], rounds, strict=True)) == {
         "FedAvg": [known] * 2,
@@ -91,4 +91,4 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: p
     assert all(0 <= told[name]["mean"][0] <= 1 for name in ("FedAvg", "Local", "GENE-FL"))
     assert all(0 <= told[name]["newcomers"][0] <= 1 for name in ("GENE-FL", "scratch", "whole"))
     assert 0 < told["GENE-FL"]["begun_bytes"][0] < told["whole"]["begun_bytes"][0]
-    assert any(line.startswith("Local") for line in results.lines(grid, result))
+    assert any(line.startswith("Local") for line in results.format_result(grid, result))

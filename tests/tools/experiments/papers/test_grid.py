@@ -34,21 +34,21 @@ short = { like = "pulled", fixed = true, job.rounds = 1 }
 def made(folder: Path, text: str = GRID) -> grid.Table:
     """The one table of a file with this text."""
     (folder / "made.toml").write_text(text)
-    return grid.tables(folder / "made.toml")["made"]
+    return grid.read_tables(folder / "made.toml")["made"]
 
 
 def test_a_run_is_the_job_changed_by_its_axes_and_its_row(tmp_path: Path) -> None:
     """Columns are all combinations; a share of the rounds follows them; a row may keep its rounds or have more."""
-    found = made(tmp_path).filled(None)
+    found = made(tmp_path).fill_marks(None)
     assert list(found.columns) == ["low, iid", "high, iid"]
     points = found.columns["low, iid"]
-    jobs = {name: found.job_of(points, row, 7, None) for name, row in found.rows.items()}
+    jobs = {name: found.make_job(points, row, 7, None) for name, row in found.rows.items()}
     assert jobs["plain"]["params"] == {"lr": 0.01, "batch": 5}
     assert jobs["pulled"]["params"] == {"lr": 0.01, "batch": 5, "mu": 0.1}
     assert [jobs[name]["rounds"] for name in ("plain", "pulled", "short")] == [10, 12, 3]
     assert jobs["plain"]["data"] == {"path": str(grid.DIGITS), "partition": "iid", "seed": 7}
-    assert all(settings.parse(job).seed == 7 for job in jobs.values())
-    fewer = [found.job_of(points, row, 7, 4) for row in found.rows.values()]
+    assert all(settings.parse_job(job).seed == 7 for job in jobs.values())
+    fewer = [found.make_job(points, row, 7, 4) for row in found.rows.values()]
     assert [(job["rounds"], job["params"]["batch"]) for job in fewer] == [(4, 2), (6, 2), (3, 2)]
 
 
@@ -57,7 +57,7 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
     (tmp_path / "two.toml").write_text(
         GRID + '[tables.first]\nseeds = [4]\n[tables.second]\nlike = "first"\njob.rounds = 3\nrows.pulled.more = 0\n'
     )
-    first, second = (table.grid for table in grid.tables(tmp_path / "two.toml").values())
+    first, second = (table.grid for table in grid.read_tables(tmp_path / "two.toml").values())
     assert (first.seeds, first.job["rounds"], first.rows["pulled"].more) == ((4,), 10, 2)
     assert (second.seeds, second.job["rounds"], second.rows["pulled"].more) == ((4,), 3, 0)
     assert second.rows["pulled"].job["method"] == "fedprox"
@@ -92,7 +92,7 @@ def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
     """Before anything is run."""
     table = made(tmp_path, GRID + "[rows.odd]\njob.params.momentun = 1")
     with pytest.raises(JobError, match=r"made\.toml, row 'odd': .*momentun: fedavg has no such parameter.*momentum"):
-        papers.run(table, out=tmp_path)
+        papers.run_table(table, out=tmp_path)
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -101,29 +101,29 @@ def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
     """Packed or not."""
     with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
-        grid.place("t1", "mnist", "", None)
+        grid.resolve_mark("t1", "mnist", "", None)
     with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):
-        grid.mnist(tmp_path)
+        grid.find_mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
-    assert grid.mnist(tmp_path) == {"path": str(tmp_path)}
+    assert grid.find_mnist(tmp_path) == {"path": str(tmp_path)}
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     with pytest.raises(DataError, match=r"no MNIST in .*raw"):
-        grid.mnist(tmp_path)
+        grid.find_mnist(tmp_path)
     (raw / "t10k-images-idx3-ubyte").write_bytes(b"")
-    assert grid.mnist(tmp_path) == {"path": str(raw)}
+    assert grid.find_mnist(tmp_path) == {"path": str(raw)}
 
 
 def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -> None:
     """CIFAR-10 as a file or as torchvision puts it."""
     with pytest.raises(DataError, match=r"there is no CIFAR-10 in .*: cifar10\.npz, or torchvision's folder"):
-        grid.cifar(tmp_path)
+        grid.find_cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert grid.cifar(tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
+    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
     (tmp_path / "cifar10.npz").write_bytes(b"")
-    assert grid.cifar(tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
+    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
     with pytest.raises(DataError, match=r"no resnet\*\.pt in .*weights"):
-        grid.weights(tmp_path, "resnet")
+        grid.find_weights(tmp_path, "resnet")
 
 
 def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
     table = made(tmp_path, GRID + "[rows.own]\njob.data.path = 'x.npz'\n[rows.big]\njob.data.path = '$cifar'")
     assert table.takes_data
     assert not made(tmp_path).takes_data
-    rows = table.filled(tmp_path).rows
+    rows = table.fill_marks(tmp_path).rows
     assert rows["own"].job["data"] == {"path": str((tmp_path / "x.npz").resolve())}
     assert rows["big"].job["data"] == {"path": str(tmp_path), "dataset": "CIFAR10"}
     with pytest.raises(JobError, match=r"\$mnits is unknown; there are: \$digits, \$mnist"):
-        made(tmp_path, GRID.replace("$digits", "$mnits")).filled(tmp_path)
+        made(tmp_path, GRID.replace("$digits", "$mnits")).fill_marks(tmp_path)

@@ -61,23 +61,23 @@ def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Pat
     (tmp_path / "weights").mkdir()
     for name in ("mobilenet_v2", "squeezenet1_1"):
         (tmp_path / "weights" / f"{name}.pt").write_bytes(b"")
-    for name, table in papers.tables().items():
-        found = table.filled(tmp_path if table.takes_data else None)
+    for name, table in papers.load_tables().items():
+        found = table.fill_marks(tmp_path if table.takes_data else None)
         assert found.about.strip().partition("\n")[0].endswith((".", "?", ":")), name
         wanted = [row.play for row in found.rows.values()] + [found.run, (found.pretrain or grid.Pretrain({})).by]
-        assert all(hasattr(cells.module(table.code), each) for each in wanted if each)
+        assert all(hasattr(cells.import_code(table.code), each) for each in wanted if each)
         for points in found.columns.values():
             for row in found.rows.values():
                 if found.job:
-                    settings.parse(found.job_of(points, row, 0, None))
+                    settings.parse_job(found.make_job(points, row, 0, None))
 
 
 def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
     """Each table names some, and its page has the heading that it points to."""
-    for table in papers.tables().values():
-        covered = papers.methods_of(table)
+    for table in papers.load_tables().values():
+        covered = papers.list_methods(table)
         assert covered
-        assert set(covered) <= set(methods.names())
+        assert set(covered) <= set(methods.builtin_names())
         page, _, anchor = table.grid.page.partition("#")
         headings = [line.lstrip("# ") for line in (DOCS / page).read_text().splitlines() if line.startswith("#")]
         assert not anchor or anchor in [heading.lower().replace(",", "").replace(" ", "-") for heading in headings]
@@ -85,9 +85,11 @@ def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
 
 def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
     """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
-    assert papers.covering("fedlora") == [("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")]
-    assert papers.covering("fedpews")[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
-    assert papers.covering("scaffold") == []
+    assert papers.find_tables_of_method("fedlora") == [
+        ("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")
+    ]
+    assert papers.find_tables_of_method("fedpews")[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
+    assert papers.find_tables_of_method("scaffold") == []
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,26 +166,26 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
 
 def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_path: Path) -> None:
     """Seeds are those that are given, too."""
-    table = grid.tables(own)["own"]
-    result = papers.run(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
+    table = grid.read_tables(own)["own"]
+    result = papers.run_table(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
     assert (result["seeds"], list(result["columns"]), result["figures"]) == ([1], ["none"], {})
     assert {row["rounds"] for row in result["columns"]["none"].values()} == {1}
 
 
 def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Path, tmp_path: Path) -> None:
     """The claims of `own` compare both rows; with both chosen, none is left out."""
-    table = grid.tables(own)["own"]
-    result = papers.run(table, seeds=[1], columns=["none"], rows=["moves"], out=tmp_path / "kept")
+    table = grid.read_tables(own)["own"]
+    result = papers.run_table(table, seeds=[1], columns=["none"], rows=["moves"], out=tmp_path / "kept")
     assert (list(result["columns"]["none"]), result["figures"], result["told"]) == (["moves"], {}, {})
-    assert table.grid.only(["moves", "still"]) == table.grid
+    assert table.grid.select_rows(["moves", "still"]) == table.grid
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
     """A fleet that nobody of has the room."""
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
-    table = grid.tables(own)["own"]
+    table = grid.read_tables(own)["own"]
     with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
-        papers.run(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
+        papers.run_table(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
     assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
 
 
@@ -193,21 +195,21 @@ def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
     """The others have theirs; where all fail there is no table."""
     large = '[rows.large]\njob.fleet.budgets = ["1MB"]\n'
     own.write_text("may_fail = true\n" + OWN + large)
-    table = grid.tables(own)["own"]
-    result = papers.run(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
+    table = grid.read_tables(own)["own"]
+    result = papers.run_table(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
     rows = result["columns"]["all"]
     assert rows["large"]["values"]["test"] == [None]
     assert rows["moves"]["values"]["test"] != [None]
     own.write_text("may_fail = true\n" + OWN.replace("[job]", '[job]\nfleet.budgets = ["1MB"]', 1))
     with pytest.raises(JobError, match="2 of 2 runs failed"):
-        papers.run(grid.tables(own)["own"], seeds=[4], columns=["all"], out=tmp_path / "kept")
+        papers.run_table(grid.read_tables(own)["own"], seeds=[4], columns=["all"], out=tmp_path / "kept")
 
 
 def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
     """Let every run of a table give this claim, and no runs."""
     figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}
     result = {"table": "t", "seeds": [0], "columns": {}, "figures": figures, "told": {}, "about": "What it is."}
-    monkeypatch.setattr(papers, "run", lambda table, **options: result)
+    monkeypatch.setattr(papers, "run_table", lambda table, **options: result)
 
 
 def test_a_picture_is_drawn_where_there_is_one_and_a_result_is_not_lost(

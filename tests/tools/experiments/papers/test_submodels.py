@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("torch", reason="networks are trained")
 
-from fedquilt.testing.toys import pictures
+from fedquilt.testing.toys import write_images
 from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers import submodels
-from fedquilt.tools.experiments.papers.grid import merged
+from fedquilt.tools.experiments.papers.grid import merge_tables
 
 
 def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> None:
     """Four devices, one round, a narrow network: every row has its accuracies, and parts are other networks."""
-    table = papers.tables()["submodels"]
-    path = str(pictures(tmp_path / "drawn.npz", 14))
+    table = papers.load_tables()["submodels"]
+    path = str(write_images(tmp_path / "drawn.npz", 14))
     before = {"data": {"path": path, "limit": 40}, "fit": {"epochs": 1, "batch": 16}}
     over: dict[str, Any] = {
         "job": {
@@ -30,8 +30,8 @@ def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> No
         },
         "rows": {"FedLPS, pre-trained": {"pretrain": before}},
     }
-    table = replace(table, raw=merged(table.raw, over))
-    result = papers.run(table, seeds=[0], rounds=1, out=tmp_path)
+    table = replace(table, raw=merge_tables(table.raw, over))
+    result = papers.run_table(table, seeds=[0], rounds=1, out=tmp_path)
     rows = {name: row["values"] for name, row in result["columns"][""].items()}
     assert len(rows) == 7
     for name, values in rows.items():
@@ -44,5 +44,5 @@ def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> No
     told = [{values["test"][0], *(values[part][0] for part in submodels.PARTS)} for values in rows.values()]
     assert any(len(each) > 2 for each in told)
     assert "FeDepth over FedAvg" in result["told"]
-    line = next(line for line in papers.lines(table, result) if line.startswith("FeDepth"))
+    line = next(line for line in papers.format_result(table, result) if line.startswith("FeDepth"))
     assert len(line.split()) == 2  # no parts
